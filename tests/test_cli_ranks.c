@@ -106,9 +106,9 @@ static void assert_close_lines(void **state, const char *a, const char *b, doubl
 
 /* Options that change what a step does. */
 static const char *const kinds[] = {
-    "--clip 0",
-    "--clip 0 --shared 24 --dense-layers 1 --balance 0.1 --recompute layers",
+    "--clip 0", "--clip 0 --shared 24 --dense-layers 1 --balance 0.1 --recompute layers",
     "--clip 0 --tied --score sigmoid --bias-rate 0.01 --rounding sr-f --tile 4",
+    "--clip 1e9", // scales nothing, but updates and gathers come after the backward
 };
 
 /* One rank without micro-batches does the same whether its states are shared out or not; only clipping sums
@@ -125,9 +125,10 @@ static void one_rank_changes_nothing(void **state)
  * tails. */
 static void ranks_are_micro_batches(void **state)
 {
-    for (int i = 0; i < 9; i++) {
-        const int ranks = 2 + i / 3;
-        const char *kind = kinds[i % 3];
+    enum { KINDS = sizeof kinds / sizeof kinds[0] };
+    for (int i = 0; i < 3 * KINDS; i++) {
+        const int ranks = 2 + i / KINDS;
+        const char *kind = kinds[i % KINDS];
         char here[512], there[512], a[32], b[32];
         snprintf(a, sizeof a, "one%d", i);
         snprintf(b, sizeof b, "many%d", i);
@@ -143,6 +144,19 @@ static void ranks_are_micro_batches(void **state)
         assert_same_runs(state, a, b);
         assert_close_lines(state, a, b, 1e-6);
     }
+}
+
+/* With clipping a step leaves the gathering of its weights to the next, or to a validation. A checkpoint
+ * without one is complete all the same, because each rank writes its own parts. */
+static void a_checkpoint_has_all_weights(void **state)
+{
+    const char *options = "--steps 4 --checkpoints 2 --evaluations 0 --clip 1e9";
+    char here[512], there[512];
+    snprintf(here, sizeof here, MODEL "%s --micro-batches 2", options);
+    snprintf(there, sizeof there, "train --gpus 2 -o saved " MODEL "%s text.txt", options);
+    train_here(state, here, "kept", true);
+    expect(state, there, 0, "done");
+    assert_same_runs(state, "kept", "saved");
 }
 
 /* The limit of the gradient's norm follows from sums of squares, whose order is another with other ranks. */
@@ -419,6 +433,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(one_rank_changes_nothing, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(ranks_are_micro_batches, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_checkpoint_has_all_weights, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(clipping_is_close, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(another_number_of_ranks_resumes, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(files_do_not_depend_on_the_ranks, set_up, folder_teardown),

@@ -76,8 +76,6 @@ bool device_leaves_gpu(const char *root, error *why)
 #endif
 }
 
-bool device_comm_key(const train_device *dv, int ranks, unsigned char key[GROUP_KEY], error *err)
-{
 /* Of NVML, the driver's library. `running` stores the number of programs; 0: there is none. */
 typedef struct nvml {
     int (*init)(void);
@@ -124,6 +122,8 @@ int device_free_gpus(const char *library)
     return unused;
 }
 
+bool device_comm_key(const train_device *dv, int ranks, unsigned char key[GROUP_KEY], error *err)
+{
     memset(key, 0, GROUP_KEY);
 #ifdef SMOE_HAVE_CUDA
     if (dv->backend == SMOE_BACKEND_CUDA) return nccl_key(key, err);

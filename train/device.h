@@ -24,11 +24,11 @@ train_device *device_open(const device_options *options, error *err);
  * the files that its driver makes under `root`, which is "" except in tests. */
 bool device_leaves_gpu(const char *root, error *why);
 
-/* The collectives of a device with those of other ranks. Rank 0 makes the key, by which the others open them.
 /* The number of this host's NVIDIA GPUs on which no program computes, by NVML, which is `library`, or NULL
  * for the driver's. -1: not known. */
 int device_free_gpus(const char *library);
 
+/* The collectives of a device with those of other ranks. Rank 0 makes the key, by which the others open them.
  */
 bool device_comm_key(const train_device *dv, int ranks, unsigned char key[GROUP_KEY], error *err);
 train_comm *device_comm(train_device *dv, struct group *g, const unsigned char key[GROUP_KEY], error *err);

@@ -38,6 +38,7 @@ typedef struct train_device {
     void *stream;         // what the library's calls are enqueued on
     bool adds_gradients;  // gradients are zero at the start of a step (else its first pass writes them)
     int64_t loss_rows;    // rows whose logits exist at a time, 0: all of a pass
+    int backward_sms;     // of a GPU that the library's stages may take in a backward, 0: all
     int64_t most_hidden;  // limits of the hidden size and of a head's; 0: none
     int64_t most_head;
     error failure; // of the first operation that failed

@@ -33,11 +33,12 @@ static const table_column columns[] = {
 /* After the others, with several GPUs. */
 static const table_column shared_columns[] = {
     {"gpus", COLUMN_INTEGER, 0, false, "the bytes above are those of each"},
-    {"sums_bytes", COLUMN_BYTES, 0, false, "of the total: this GPU's part of the summed gradients"},
+    {"sums_bytes", COLUMN_BYTES, 0, false,
+     "of the total: this GPU's part of the summed gradients, and the others' that arrive before the sum"},
     {"least_bytes", COLUMN_BYTES, 0, false,
      "of the total: what more GPUs do not lower at as many sequences on each; if a GPU has less, "
      "--micro-batches or expert parallelism is needed"},
-    {"sent_bytes", COLUMN_BYTES, 0, false, "that each GPU sends in a step, with collectives in a ring"},
+    {"sent_bytes", COLUMN_BYTES, 0, false, "that each GPU sends in a step"},
 };
 
 enum {
@@ -69,8 +70,7 @@ static bool read_config(model_config *config, const char *path, error *err)
 static bool print(model *m, const shards *sh, size_t sums, table_format format, error *err)
 {
     const model_bytes *b = &m->bytes;
-    const size_t adamw = optimizer_bytes(m, sh),
-                 whole = b->weights + b->gradients + b->layers + b->turns + b->rest;
+    const size_t adamw = optimizer_bytes(m, sh), whole = model_bytes_sum(b);
     table_column shown[COLUMNS + SHARED_COLUMNS];
     memcpy(shown, columns, sizeof columns);
     memcpy(shown + COLUMNS, shared_columns, sizeof shared_columns);

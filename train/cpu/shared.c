@@ -123,9 +123,10 @@ static int64_t smaller(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-static void shared_reduce_scatter(train_comm *base, void *part, const void *whole, comm_type type,
-                                  int64_t count)
+static void shared_reduce_scatter(train_comm *base, void *part, const void *whole, void *inbox,
+                                  comm_type type, int64_t count)
 {
+    (void)inbox;
     shared_comm *c = (shared_comm *)base;
     const size_t size = comm_type_size(type);
     const int64_t most = piece_of(type, base->ranks);
@@ -209,6 +210,7 @@ train_comm *shared_open(const char *name, group *g, train_device *dv, error *err
         free(c);
         return NULL;
     }
-    *c = (shared_comm){{&shared_ops, "shared memory", dv, rank, ranks, g}, memory, bytes_for(ranks), 0};
+    *c =
+        (shared_comm){{&shared_ops, "shared memory", dv, rank, ranks, false, g}, memory, bytes_for(ranks), 0};
     return &c->base;
 }

@@ -1,4 +1,5 @@
-// The optimiser over flat arrays, the norm of the gradient, conversions between bf16 and f32, sums of counts.
+// The optimiser over flat arrays, the norm of the gradient, conversions between bf16 and f32, sums of counts
+// and of the ranks' gradients.
 //
 //   g = clip factor * grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
 //   w -= lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w)
@@ -127,6 +128,21 @@ __global__ void __launch_bounds__(CONVERT_THREADS) add(T *to, const T *from, int
     if (at < count) to[at] += from[at];
 }
 
+template <typename T>
+__global__ void __launch_bounds__(CONVERT_THREADS) add_parts(T *to, const T *from, int64_t count, int parts)
+{
+    const int64_t at = ((int64_t)blockIdx.x * CONVERT_THREADS + threadIdx.x) * VECTOR;
+    if (at >= count) return;
+    float sum[VECTOR], part[VECTOR];
+    load8(sum, from + at);
+    for (int p = 1; p < parts; p++) {
+        load8(part, from + p * count + at);
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) sum[i] += part[i];
+    }
+    store8(to + at, sum);
+}
+
 unsigned ctas_of(int64_t count, int threads)
 {
     return (unsigned)((count + (int64_t)threads * VECTOR - 1) / ((int64_t)threads * VECTOR));
@@ -218,5 +234,17 @@ extern "C" cudaError_t kernel_add(float *to, const float *from, int64_t count, c
 {
     const unsigned ctas = (unsigned)((count + CONVERT_THREADS - 1) / CONVERT_THREADS);
     add<float><<<ctas, CONVERT_THREADS, 0, stream>>>(to, from, count);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t kernel_add_parts(void *to, const void *from, smoe_type type, int64_t count, int parts,
+                                        cudaStream_t stream)
+{
+    const unsigned ctas = ctas_of(count, CONVERT_THREADS);
+    if (type == SMOE_TYPE_F32)
+        add_parts<float>
+            <<<ctas, CONVERT_THREADS, 0, stream>>>((float *)to, (const float *)from, count, parts);
+    else
+        add_parts<bf16><<<ctas, CONVERT_THREADS, 0, stream>>>((bf16 *)to, (const bf16 *)from, count, parts);
     return cudaGetLastError();
 }

@@ -24,16 +24,21 @@ void cuda_note(train_device *dv, cudaError_t status, const char *doing)
 static void *cuda_allocate(train_device *dv, size_t bytes)
 {
     void *memory;
-    (void)dv;
-    if (cudaMalloc(&memory, bytes ? bytes : 1) == cudaSuccess) return memory;
+    const cuda_memory *from = cuda_of(dv)->memory;
+    bytes = bytes ? bytes : 1;
+    if (from ? from->allocate(&memory, bytes) == 0 : cudaMalloc(&memory, bytes) == cudaSuccess) return memory;
     (void)cudaGetLastError();
     return NULL;
 }
 
 static void cuda_release(train_device *dv, void *memory)
 {
+    const cuda_memory *from = cuda_of(dv)->memory;
     cuda_note(dv, cudaStreamSynchronize(dv->stream), "waiting");
-    (void)cudaFree(memory);
+    if (from)
+        (void)from->release(memory);
+    else
+        (void)cudaFree(memory);
 }
 
 static void *cuda_allocate_host(train_device *dv, size_t bytes)
@@ -339,13 +344,13 @@ train_device *cuda_open(const cuda_options *options, error *err)
     }
     cuda->ops = device_part;
     cuda_add_operations(&cuda->ops);
+    const bool narrow = options->gradients == GRADIENTS_DEFAULT ? options->bf16 && !options->sums
+                                                                : options->gradients == GRADIENTS_BF16;
     cuda->base = (train_device){.ops = &cuda->ops,
                                 .name = "cuda",
                                 .index = options->index,
                                 .backend = SMOE_BACKEND_CUDA,
                                 .type = SMOE_TYPE_BF16,
-    const bool narrow = options->gradients == GRADIENTS_DEFAULT ? options->bf16 && !options->sums
-                                                                : options->gradients == GRADIENTS_BF16;
                                 .grad_type = narrow ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
                                 .state_type = options->bf16 ? SMOE_TYPE_BF16 : SMOE_TYPE_F32,
                                 .master = !options->bf16,

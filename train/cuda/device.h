@@ -7,6 +7,12 @@
 #include "train/cuda/gpu.h"
 #include "train/cuda/kernels.h"
 
+/* Functions that give and take memory; 0: done. */
+typedef struct cuda_memory {
+    int (*allocate)(void **memory, size_t bytes);
+    int (*release)(void *memory);
+} cuda_memory;
+
 typedef struct cuda_device {
     train_device base; // must be first, because the functions of the table receive its address
     train_ops ops;
@@ -22,6 +28,7 @@ typedef struct cuda_device {
     size_t staged_bytes;
     int32_t *heads; // (batch_vocab + 1)
     int64_t batch_rows, batch_vocab;
+    const cuda_memory *memory; // where `allocate` takes memory from; NULL: cudaMalloc
 } cuda_device;
 
 cuda_device *cuda_of(train_device *dv);

@@ -89,6 +89,10 @@ cudaError_t kernel_convert(void *to, smoe_type to_type, const void *from, smoe_t
 
 /* to += from */
 cudaError_t kernel_add(float *to, const float *from, int64_t count, cudaStream_t stream);
+/* to (count) = the sum of parts (parts, count) in their order, in f32; count is a multiple of 8, and `to` may
+ * be one of the parts */
+cudaError_t kernel_add_parts(void *to, const void *from, smoe_type type, int64_t count, int parts,
+                             cudaStream_t stream);
 cudaError_t kernel_add_counts(int32_t *to, const int32_t *from, int64_t count, cudaStream_t stream);
 
 /* ---- multiply.cu: c (m, n) = a b, for machines without cuBLAS ---- */

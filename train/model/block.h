@@ -39,6 +39,7 @@ typedef struct block_frame {
 /* One pass through the blocks. */
 typedef struct block_pass {
     int64_t sequences, length, rows; // rows = sequences * length
+    int64_t part;                    // which of a step's passes on this rank
     int64_t first;                   // position of the first row; if not 0: one sequence, see pass_shape
     const moe_routing *routing;
     bool add; // the backward adds to the gradients of the weights; else it writes them

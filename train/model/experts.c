@@ -6,7 +6,7 @@
 #include <stdio.h>
 
 typedef struct experts_common {
-    smoe_context *context;
+    smoe_context *context, *backward;    // of the backward: with fewer SMs, or the same
     uint64_t saved_bytes, scratch_bytes; // of one block, of all
     void *scratch;
     void *da;        // (rows, shared f), in the place of `scratch`
@@ -50,11 +50,11 @@ static smoe_layer describe(const block_frame *f, int64_t tokens, const moe_routi
     return layer;
 }
 
-static bool check(const experts_common *all, smoe_status status, error *err)
+static bool check(const smoe_context *context, smoe_status status, error *err)
 {
     if (status == SMOE_OK) return true;
     return fail(err, status == SMOE_ERROR_SHAPE ? ERROR_USAGE : ERROR_RUNTIME, "%s",
-                smoe_last_error(all->context));
+                smoe_last_error(context));
 }
 
 static uint64_t larger(uint64_t a, uint64_t b)
@@ -67,7 +67,7 @@ static bool measure(experts_common *all, const block_frame *f, const moe_routing
 {
     const smoe_layer layer = describe(f, f->rows, routing);
     smoe_sizes sizes = SMOE_SIZES_INIT;
-    if (!check(all, smoe_query_sizes(all->context, &layer, &sizes), err)) return false;
+    if (!check(all->context, smoe_query_sizes(all->context, &layer, &sizes), err)) return false;
     all->saved_bytes = larger(all->saved_bytes, sizes.saved_buffer_bytes);
     all->scratch_bytes =
         larger(all->scratch_bytes, larger(sizes.scratch_forward_bytes, sizes.scratch_backward_bytes));
@@ -84,13 +84,19 @@ static bool open_context(void *common, const block_frame *f, error *err)
     options.error_text = text;
     options.error_size = sizeof text;
     if (smoe_create(&all->context, &options) != SMOE_OK) return fail(err, ERROR_RUNTIME, "%s", text);
+    all->backward = all->context;
+    options.sms = f->device->backward_sms;
+    if (options.sms && f->use == MODEL_TRAIN && smoe_create(&all->backward, &options) != SMOE_OK)
+        return fail(err, ERROR_RUNTIME, "%s", text);
     const moe_routing plain = {.rounding = SMOE_ROUNDING_NONE};
     return measure(all, f, &plain, err) && (f->use != MODEL_TRAIN || measure(all, f, f->routing, err));
 }
 
 static void close_context(void *common)
 {
-    smoe_destroy(((experts_common *)common)->context);
+    experts_common *all = common;
+    if (all->backward != all->context) smoe_destroy(all->backward);
+    smoe_destroy(all->context);
 }
 
 /* ---- weights ---- */
@@ -226,7 +232,7 @@ bool experts_update_bias(block *b, float rate, error *err)
     const block_frame *f = b->frame;
     int32_t *counts = all->counts + place_of(b);
     const smoe_layer layer = describe(f, f->rows, f->routing);
-    if (!check(all,
+    if (!check(all->context,
                smoe_update_selection_bias(all->context, &layer, counts, experts_bias(b), rate,
                                           f->device->stream),
                err))
@@ -268,7 +274,8 @@ static bool forward(block *b, const block_pass *p, void *out, error *err)
     args.saved_size = layer.inference ? 0 : all->saved_bytes;
     args.scratch = all->scratch;
     args.scratch_size = all->scratch_bytes;
-    if (!check(all, smoe_layer_forward(all->context, &layer, &args, f->device->stream), err)) return false;
+    if (!check(all->context, smoe_layer_forward(all->context, &layer, &args, f->device->stream), err))
+        return false;
     if (s->shared.width) dense_mlp_forward(b, &s->shared, p, out, true);
     return true;
 }
@@ -297,7 +304,8 @@ static bool backward(block *b, const block_pass *p, void *dh, void *dout, error 
     args.drouter_weight = block_grad(b, s->router);
     args.scratch = all->scratch;
     args.scratch_size = all->scratch_bytes;
-    if (!check(all, smoe_layer_backward(all->context, &layer, &args, f->device->stream), err)) return false;
+    if (!check(all->backward, smoe_layer_backward(all->backward, &layer, &args, f->device->stream), err))
+        return false;
     if (s->shared.width) dense_mlp_backward(b, &s->shared, p, dh, dout, all->da, true);
     return count_tokens(b, p, err);
 }
@@ -312,7 +320,7 @@ bool experts_view(const block *b, int64_t tokens, smoe_plan_view *view, error *e
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
     args.saved = s->saved;
     args.saved_size = all->saved_bytes;
-    return check(all, smoe_view_plan(all->context, &layer, &args, view), err);
+    return check(all->context, smoe_view_plan(all->context, &layer, &args, view), err);
 }
 
 bool experts_counts(const block *b, int64_t tokens, int32_t *plain, int32_t *routed, error *err)

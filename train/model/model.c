@@ -18,20 +18,32 @@ static void norm(const block *b, int64_t rows, const void *residual)
                          f->config->hidden, f->config->norm_eps);
 }
 
-/* Computes the final norm's output from m->batch. A block that does not add its input itself leaves that to
- * the next norm. */
+/* The norm before a block, or the last norm. A block that does not add its input itself leaves that to the
+ * norm after it. */
+static void norm_between(const model *m, int64_t index, int64_t rows)
+{
+    const block *b = &m->blocks[index];
+    const bool adds = index > 0 && !b[-1].kind->adds_residual;
+    norm(b, rows, adds ? b[-1].x : NULL);
+}
+
+bool model_layer_forward(model *m, const block_pass *p, int64_t layer, error *err)
+{
+    for (int64_t i = MODEL_BRANCHES * layer; i < MODEL_BRANCHES * (layer + 1); i++) {
+        block *b = &m->blocks[i];
+        norm_between(m, i, p->rows);
+        if (!b->kind->forward(b, p, b[1].x, err)) return false;
+    }
+    return true;
+}
+
+/* Computes the final norm's output from m->batch. */
 static bool decoder(model *m, const block_pass *p, error *err)
 {
-    const void *residual = NULL;
-    const int64_t count = blocks_of(m);
     head_embed(&m->head, m->blocks[0].x, &m->batch, p->rows);
-    for (int64_t i = 0; i < count; i++) {
-        block *b = &m->blocks[i];
-        norm(b, p->rows, residual);
-        if (!b->kind->forward(b, p, b[1].x, err)) return false;
-        residual = b->kind->adds_residual ? NULL : b->x;
-    }
-    norm(&m->blocks[count], p->rows, residual);
+    for (int64_t l = 0; l < m->config.layers; l++)
+        if (!model_layer_forward(m, p, l, err)) return false;
+    norm_between(m, blocks_of(m), p->rows);
     return true;
 }
 
@@ -98,23 +110,37 @@ static void norm_backward(model *m, const block *b, const block_pass *p, bool ad
                                   p->add, m->frame.norm_scratch);
 }
 
-bool model_forward(model *m, block_pass *pass, int64_t part, bool add, error *err)
+void model_begin_forward(model *m, block_pass *pass, int64_t part, bool add)
 {
-    const block *last = &m->blocks[blocks_of(m)];
-    const int64_t rows = m->frame.rows;
     m->batch = m->batches[part];
     m->pass_routing = m->routing;
     m->pass_routing.step = m->routing.step * (uint64_t)m->passes + (uint64_t)(m->first_part + part);
     *pass = (block_pass){.sequences = m->frame.sequences,
                          .length = m->config.context,
-                         .rows = rows,
+                         .rows = m->frame.rows,
+                         .part = part,
                          .routing = &m->pass_routing,
                          .add = add || (part > 0 && !m->weights.sharded)};
     weights_begin_pass(&m->weights);
-    if (!decoder(m, pass, err)) return false;
-    head_loss(&m->head, m->losses + part * rows, last->h, m->dh, m->batch.targets, rows, rows * m->passes,
-              pass->add);
+    head_embed(&m->head, m->blocks[0].x, &m->batch, pass->rows);
+}
+
+void model_end_forward(model *m, const block_pass *pass)
+{
+    const block *last = &m->blocks[blocks_of(m)];
+    const int64_t rows = pass->rows;
+    norm_between(m, blocks_of(m), rows);
+    head_loss(&m->head, m->losses + pass->part * rows, last->h, m->dh, m->batch.targets, rows,
+              rows * m->passes, pass->add);
     norm_backward(m, last, pass, false, false);
+}
+
+bool model_forward(model *m, block_pass *pass, int64_t part, bool add, error *err)
+{
+    model_begin_forward(m, pass, part, add);
+    for (int64_t l = 0; l < m->config.layers; l++)
+        if (!model_layer_forward(m, pass, l, err)) return false;
+    model_end_forward(m, pass);
     return true;
 }
 

@@ -38,6 +38,11 @@ typedef struct model_bytes {
     size_t rest;
 } model_bytes;
 
+static inline size_t model_bytes_sum(const model_bytes *b)
+{
+    return b->weights + b->gradients + b->layers + b->turns + b->rest;
+}
+
 /* The gradient's norm, squared; and from SCALAR_SHARED on a step's values that ranks add up (run/step.h). */
 enum { SCALAR_LOSS, SCALAR_SQUARE, SCALAR_SHARED, SCALARS = SCALAR_SHARED + 3 };
 
@@ -96,7 +101,9 @@ bool model_continue(model *m, const int32_t *tokens, int64_t first, int64_t coun
  * device has used it; on a GPU until the call returns. model_load_batch copies the batch to the device. Then,
  * for each part p:
  *
- *     model_forward       the forward with m->routing, the loss, and the backward down to the last layer
+ *     model_forward       the forward with m->routing, the loss, and the backward down to the last layer; or
+ *                         model_begin_forward (the embedding), model_layer_forward for each layer from the
+ *                         first on, model_end_forward
  *     model_layer_backward for each layer, from the last to the first
  *     model_end_backward  the embedding
  *
@@ -107,6 +114,9 @@ bool model_continue(model *m, const int32_t *tokens, int64_t first, int64_t coun
 void model_stage_batch(model *m, const model_batch *batch);
 void model_load_batch(model *m);
 bool model_forward(model *m, block_pass *pass, int64_t part, bool add, error *err);
+void model_begin_forward(model *m, block_pass *pass, int64_t part, bool add);
+bool model_layer_forward(model *m, const block_pass *pass, int64_t layer, error *err);
+void model_end_forward(model *m, const block_pass *pass);
 bool model_layer_backward(model *m, const block_pass *pass, int64_t layer, error *err);
 void model_end_backward(model *m, const block_pass *pass);
 void model_end_step(model *m);

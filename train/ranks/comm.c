@@ -13,6 +13,13 @@ static void copy(train_comm *c, void *to, const void *from, comm_type type, int6
     if (to != from) c->device->ops->copy(c->device, to, from, (size_t)count * comm_type_size(type));
 }
 
+static void copy_part(train_comm *c, void *part, const void *whole, void *inbox, comm_type type,
+                      int64_t count)
+{
+    (void)inbox;
+    copy(c, part, whole, type, count);
+}
+
 static void nothing(train_comm *c)
 {
     (void)c;
@@ -24,7 +31,7 @@ static void no_turn(train_comm *c, int turn)
 }
 
 static const comm_ops alone_ops = {.close = alone_close,
-                                   .reduce_scatter = copy,
+                                   .reduce_scatter = copy_part,
                                    .all_gather = copy,
                                    .all_reduce = copy,
                                    .barrier = nothing,
@@ -36,7 +43,7 @@ train_comm *comm_alone(train_device *dv, error *err)
 {
     train_comm *c = malloc(sizeof *c);
     if (c)
-        *c = (train_comm){&alone_ops, "no other rank", dv, 0, 1, NULL};
+        *c = (train_comm){&alone_ops, "no other rank", dv, 0, 1, false, NULL};
     else
         fail(err, ERROR_RUNTIME, "out of memory: the collectives");
     return c;

@@ -22,8 +22,14 @@ typedef struct train_comm train_comm;
 
 typedef struct comm_ops {
     void (*close)(train_comm *c);
-    /* part (count) = the sum over ranks of whole[rank count, (rank + 1) count); whole has ranks * count */
-    void (*reduce_scatter)(train_comm *c, void *part, const void *whole, comm_type type, int64_t count);
+    /* Memory of the device that collectives will read and write; all ranks give theirs in the same order.
+     * NULL: not needed. unshare comes before the memory is released and after recordings are forgotten. */
+    bool (*share)(train_comm *c, void *memory, size_t bytes, error *err);
+    void (*unshare)(train_comm *c, void *memory);
+    /* part (count) = the sum over ranks of whole[rank count, (rank + 1) count); whole has ranks * count, as
+     * has `inbox`, which may be NULL unless the comm has_inbox */
+    void (*reduce_scatter)(train_comm *c, void *part, const void *whole, void *inbox, comm_type type,
+                           int64_t count);
     /* whole[r count, ...) = part (count) of rank r, for every r; part may be its place in whole */
     void (*all_gather)(train_comm *c, void *whole, const void *part, comm_type type, int64_t count);
     /* out (count) = the sum over ranks of in; out may be in */
@@ -41,6 +47,7 @@ struct train_comm {
     const char *name; // for messages
     train_device *device;
     int rank, ranks;
+    bool has_inbox;      // a reduce_scatter receives all parts before it adds them up
     struct group *group; // told of every collective that this rank enters; NULL: none
 };
 

@@ -11,8 +11,10 @@
 static void place(train_step *s, const model *m, arena *a)
 {
     const smoe_type type = m->device->grad_type;
+    const bool inbox = s->comm ? s->comm->has_inbox : m->device->backend == SMOE_BACKEND_CUDA;
     if (m->parts > 1 || s->clips) s->sums = arena_values(a, type, s->shards->states);
-    for (int i = 0; i < 2; i++) s->received[i] = arena_values(a, type, s->shards->most);
+    s->received = arena_values(a, type, s->shards->most);
+    if (inbox) s->inbox = arena_values(a, type, s->shards->ranks * s->shards->most);
 }
 
 size_t step_bytes(const model *m, const shards *sh, bool clips)
@@ -28,18 +30,25 @@ bool step_open(train_step *s, model *m, optimizer *o, const shards *sh, train_co
 {
     *s = (train_step){.model = m, .optimizer = o, .shards = sh, .comm = comm, .clips = clips};
     if (!comm) return true;
-    const size_t bytes = step_bytes(m, sh, clips);
+    arena sizes = {0};
+    place(s, m, &sizes);
+    const size_t bytes = sizes.most;
     s->memory = m->device->ops->allocate(m->device, bytes);
     if (!s->memory)
         return fail(err, ERROR_RUNTIME, "out of memory: the sums of gradients ask for %.2f GB%s",
                     (double)bytes / 1e9, model_lower_memory(m));
     place(s, m, &(arena){.base = s->memory});
-    return true;
+    return !comm->ops->share || (comm->ops->share(comm, m->memory, model_bytes_sum(&m->bytes), err) &&
+                                 comm->ops->share(comm, s->memory, bytes, err));
 }
 
 void step_close(train_step *s)
 {
     if (s->recording) s->model->device->ops->forget(s->model->device, s->recording);
+    if (s->memory && s->comm->ops->share) {
+        s->comm->ops->unshare(s->comm, s->model->memory);
+        s->comm->ops->unshare(s->comm, s->memory);
+    }
     if (s->memory) s->model->device->ops->release(s->model->device, s->memory);
     *s = (train_step){0};
 }
@@ -114,6 +123,7 @@ bool step_run(train_step *s, const adamw_step *update, error *err)
     optimizer_load(s->optimizer, update);
     if (!records(s)) {
         s->steps++;
+        s->stale = s->clips && s->comm;
         return enqueue(s, err);
     }
     if (!s->recording) {
@@ -124,7 +134,14 @@ bool step_run(train_step *s, const adamw_step *update, error *err)
         if (!s->recording) return dv->ops->finish(dv, err);
     }
     dv->ops->replay(dv, s->recording);
+    s->stale = s->clips && s->comm;
     return true;
+}
+
+void step_settle(train_step *s)
+{
+    if (s->stale) step_shards_gather(s);
+    s->stale = false;
 }
 
 bool step_finish(train_step *s, step_result *result, error *err)

@@ -2,7 +2,8 @@
  * the passes, updates the weights layer by layer or at the end, and reads the results. On several ranks
  * (ZeRO-2) every rank has all weights and the states of its shards: a layer's gradients are summed into the
  * parts of the ranks while the backward of the next layer runs; each rank updates its part, and all gather
- * the new weights. */
+ * the new weights: at once, or with clipping, where the updates come last, in the forward of the next step, a
+ * layer's while the layer before runs. */
 #ifndef TRAIN_STEP_H
 #define TRAIN_STEP_H
 
@@ -19,9 +20,11 @@ typedef struct train_step {
     bool clips;
     void *sums; // (states) grad_type: this rank's parts of the gradients, if several passes add to them or
                 // they are clipped; else NULL
-    void *received[2]; // (most) grad_type, in turns: its parts of the sum of one span
-    void *memory;      // on the device: contains both
-    bool busy[2];      // the turn's reduction may still be running
+    void *received; // (most) grad_type: its parts of the sum of one span
+    void *inbox;    // (ranks, most) grad_type, of reduce_scatter; NULL: not needed
+    void *memory;   // on the device: contains all three
+    bool busy[2];   // the turn's reduction may still be running
+    bool stale;     // only this rank's parts of the weights are those of the last update
 } train_step;
 
 /* Values of a step that are summed over the ranks. */
@@ -60,5 +63,9 @@ void step_stage(train_step *s, const model_batch *batch);
 void step_share(train_step *s, const step_shared *mine);
 bool step_run(train_step *s, const adamw_step *update, error *err);
 bool step_finish(train_step *s, step_result *result, error *err);
+
+/* Gathers the weights, if a step has not. To be called on all ranks before a pass that is no step. A
+ * checkpoint takes each rank's own parts. */
+void step_settle(train_step *s);
 
 #endif

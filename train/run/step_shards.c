@@ -16,26 +16,37 @@ static void reduce(train_step *s, const shard *span, const void *grads, void *pa
 {
     const comm_ops *ops = s->comm->ops;
     const comm_type type = comm_type_of(s->model->device->grad_type);
-    if (span->part) ops->reduce_scatter(s->comm, part, grads, type, span->part);
+    if (span->part) ops->reduce_scatter(s->comm, part, grads, s->inbox, type, span->part);
     if (span->tail)
         ops->all_reduce(s->comm, tail, past(s, (void *)grads, s->shards->ranks * span->part), type,
                         span->tail);
 }
 
-/* Updates what this rank has of a span, then all ranks gather the new weights. The tail is counted once. */
+/* Updates what this rank has of a span. The tail is counted once. */
 static void update(train_step *s, const shard *span, void *part, void *tail, double *square)
 {
     const shards *sh = s->shards;
-    const model_weights *w = &s->model->weights;
     const int64_t mine = span->first + sh->rank * span->part, last = span->first + sh->ranks * span->part;
-    if (span->part) {
-        optimizer_update(s->optimizer, &(grad_span){part, mine, span->part, span->state}, square);
-        s->comm->ops->all_gather(s->comm, weights_at(w, (size_t)span->first), weights_at(w, (size_t)mine),
-                                 comm_type_of(w->device->type), span->part);
-    }
+    if (span->part) optimizer_update(s->optimizer, &(grad_span){part, mine, span->part, span->state}, square);
     if (span->tail)
         optimizer_update(s->optimizer, &(grad_span){tail, last, span->tail, span->tail_state},
                          sh->rank == 0 ? square : NULL);
+}
+
+/* All ranks get the new weights of a span. */
+static void gather(train_step *s, int64_t index)
+{
+    const shard *span = &s->shards->spans[index];
+    const model_weights *w = &s->model->weights;
+    if (span->part)
+        s->comm->ops->all_gather(s->comm, weights_at(w, (size_t)span->first),
+                                 weights_at(w, (size_t)(span->first + s->shards->rank * span->part)),
+                                 comm_type_of(w->device->type), span->part);
+}
+
+void step_shards_gather(train_step *s)
+{
+    for (int64_t i = 0; i < s->shards->count; i++) gather(s, i);
 }
 
 /* Takes the gradients of a span of one pass. Its last pass updates the weights, if they are not clipped. */
@@ -43,7 +54,7 @@ static void take(train_step *s, int64_t index, const void *grads, int64_t pass, 
 {
     const shard *span = &s->shards->spans[index];
     model *m = s->model;
-    void *received = s->received[turn], *received_tail = past(s, received, span->part);
+    void *received = s->received, *received_tail = past(s, received, span->part);
     void *part = s->sums ? past(s, s->sums, span->state) : received,
          *tail = s->sums ? past(s, s->sums, span->tail_state) : received_tail;
     s->comm->ops->enter(s->comm);
@@ -54,7 +65,10 @@ static void take(train_step *s, int64_t index, const void *grads, int64_t pass, 
         if (span->part) m->device->ops->add(m->device, part, received, span->part);
         if (span->tail) m->device->ops->add(m->device, tail, received_tail, span->tail);
     }
-    if (pass + 1 == m->parts && !s->clips) update(s, span, part, tail, &m->scalars[SCALAR_SQUARE]);
+    if (pass + 1 == m->parts && !s->clips) {
+        update(s, span, part, tail, &m->scalars[SCALAR_SQUARE]);
+        gather(s, index);
+    }
     s->comm->ops->leave(s->comm, turn);
     s->busy[turn] = true;
 }
@@ -66,12 +80,40 @@ static void await(train_step *s, int turn)
     s->busy[turn] = false;
 }
 
+/* With clipping the first forward of a step gathers the weights of the step before: the ends and the first
+ * layer's have nothing to run beside, each other layer's are gathered during the layer before. */
+static bool forward(train_step *s, block_pass *at, int64_t part, error *err)
+{
+    model *m = s->model;
+    const comm_ops *ops = s->comm->ops;
+    const int64_t layers = m->config.layers;
+    const bool gathers = s->clips && part == 0;
+    if (gathers) {
+        gather(s, 0);
+        gather(s, s->shards->count - 1);
+        gather(s, 1);
+    }
+    model_begin_forward(m, at, part, m->device->adds_gradients);
+    for (int64_t l = 0; l < layers; l++) {
+        const int next = (int)((l + 1) % 2);
+        if (gathers && l + 1 < layers) {
+            ops->enter(s->comm);
+            gather(s, l + 2);
+            ops->leave(s->comm, next);
+        }
+        if (!model_layer_forward(m, at, l, err)) return false;
+        if (gathers && l + 1 < layers) ops->wait(s->comm, next);
+    }
+    model_end_forward(m, at);
+    return true;
+}
+
 static bool run_pass(train_step *s, int64_t part, error *err)
 {
     model *m = s->model;
     grad_span spans[MOST_SPANS];
     block_pass at;
-    if (!model_forward(m, &at, part, m->device->adds_gradients, err)) return false;
+    if (!forward(s, &at, part, err)) return false;
     for (int64_t l = m->config.layers - 1; l >= 0; l--) {
         const int turn = (int)(l % 2);
         await(s, turn); // before the gradients of a layer overwrite those of the one after the next

@@ -7,4 +7,7 @@
 /* Enqueues forward, backward, the sums over the ranks and the updates of a whole step. */
 bool step_shards_enqueue(train_step *s, error *err);
 
+/* All ranks gather all weights. */
+void step_shards_gather(train_step *s);
+
 #endif

@@ -193,6 +193,7 @@ static bool validate(train_loop *r, int64_t count, evaluation *result, error *er
     int64_t context = r->settings->config.context, windows = (count + context - 1) / context;
     const evaluation_watch watch = {r->settings->stop, report_pass, r, r->comm};
     r->staged = -1; // the windows overwrite the prepared batch
+    step_settle(&r->step);
     return evaluate(result, &r->model, r->data, windows, &watch, err);
 }
 
@@ -291,7 +292,7 @@ bool train_run(const train_settings *settings, train_observer observer, void *us
     bool done = train_loop_open(&r, err);
     if (done) tell_start(&r);
     done = done && loop(&r, result, err) && finish(&r, result, err);
-    train_loop_close(&r);
     if (!done && settings->group) group_fail(settings->group, err);
+    train_loop_close(&r);
     return done;
 }

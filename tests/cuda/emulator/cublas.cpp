@@ -1,8 +1,9 @@
 // Replaces cuBLAS. The program loads cuBLAS with dlopen; the linker wraps dlopen, dlsym and dlclose, so that
-// dlsym returns the functions below. They check the sizes of a product as cuBLAS does, and that its operands
-// lie in device memory. They multiply nothing.
+// dlsym returns the functions below for it. They check the sizes of a product as cuBLAS does, and that its
+// operands lie in device memory. They multiply nothing.
 #include "emulator.h"
 
+#include <cstring>
 #include <cublas_v2.h>
 #include <string>
 
@@ -59,15 +60,22 @@ static cublasStatus_t multiply(cublasHandle_t handle, cublasOperation_t a_op, cu
 
 extern "C" {
 
-void *__wrap_dlopen(const char *, int)
+void *__real_dlopen(const char *, int);
+void *__real_dlsym(void *, const char *);
+int __real_dlclose(void *);
+
+static char replaced;
+
+void *__wrap_dlopen(const char *name, int flags)
 {
-    static char library;
-    return getenv("EMULATOR_NO_CUBLAS") ? nullptr : &library;
+    if (!strstr(name, "cublas")) return __real_dlopen(name, flags);
+    return getenv("EMULATOR_NO_CUBLAS") ? nullptr : &replaced;
 }
 
-void *__wrap_dlsym(void *, const char *name)
+void *__wrap_dlsym(void *library, const char *name)
 {
     const std::string wanted = name;
+    if (library != &replaced) return __real_dlsym(library, name);
     return wanted == "cublasCreate_v2"              ? (void *)create
            : wanted == "cublasDestroy_v2"           ? (void *)destroy
            : wanted == "cublasSetStream_v2"         ? (void *)set_stream
@@ -76,8 +84,8 @@ void *__wrap_dlsym(void *, const char *name)
                                                     : nullptr;
 }
 
-int __wrap_dlclose(void *)
+int __wrap_dlclose(void *library)
 {
-    return 0;
+    return library == &replaced ? 0 : __real_dlclose(library);
 }
 }
