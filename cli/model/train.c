@@ -185,6 +185,9 @@ static void show_start(const train_settings *s, const train_start *start)
     if (start->comm && strcmp(start->device, "cpu") != 0)
         fprintf(stderr, "%d GPUs, %s\n", start->ranks, start->comm);
     if (start->ranks == 1 && strcmp(start->device, "cpu") != 0) show_free_gpus();
+    if (start->recompute != s->recompute || start->chunks != s->chunks)
+        fprintf(stderr, "chosen so that the run fits on the GPU: --recompute %s --chunks %d\n",
+                model_recompute_names[start->recompute], (int)start->chunks);
     show_skipped(start->data);
     if (!start->resumed) {
         show_files(start->data);

@@ -54,7 +54,8 @@ static const number_option numbers[] = {
      "Keep the N newest checkpoints; without effect if --checkpoints is 0"},
 
     {"chunks", "C", AT(chunks), INT32, 1, 64, GROUP_RUN,
-     "Column chunks of the experts, a power of two. More chunks need less memory and give the same bits"},
+     "Column chunks of the experts, a power of two. More chunks need less memory and give the same bits "
+     "(default 1; 4 if the run does not fit on the GPU otherwise)"},
 
     {"layers", "L", CONFIG(layers), INT64, 1, 4096, GROUP_MODEL, "Number of layers"},
     {"hidden", "D", CONFIG(hidden), INT64, 8, 1 << 18, GROUP_MODEL, "Hidden size, a multiple of 8"},
@@ -169,7 +170,8 @@ static const struct argp_option others[] = {
      GROUP_RUN},
     {"recompute", KEY_RECOMPUTE, "WHAT", 0,
      "What the backward computes again to save memory: none; norms (the outputs of the norms, at little "
-     "cost); norms-qk (also q and k after norm and RoPE); layers (all but the input of a layer)",
+     "cost); norms-qk (also q and k after norm and RoPE); layers (all but the input of a layer). The bits "
+     "are the same. Default: norms, or more if the run does not fit on the GPU otherwise",
      GROUP_RUN},
     {"gpus", KEY_GPUS, "N", 0,
      "Train on N GPUs of this host, a process each; with --device cpu in N processes on its CPUs. Under "
@@ -265,6 +267,7 @@ static void parse_number(train_options *options, int index, const char *text, st
         o->group == GROUP_MODEL && o->offset != CONFIG(initializer_range) && o->offset != CONFIG(context);
     options->vocab_given |= o->offset == CONFIG(vocab);
     options->init_given |= o->offset == CONFIG(initializer_range);
+    options->settings.keep_chunks |= o->offset == AT(chunks);
     if (o->offset == AT(steps) || o->offset == AT(seconds)) note_length(options, o->name, state);
 }
 
@@ -309,6 +312,7 @@ static error_t parse_device(int key, const char *text, struct argp_state *state)
     case KEY_RECOMPUTE:
         s->recompute =
             (model_recompute)parse_choice(state, "recompute", text, model_recompute_names, RECOMPUTE_NAMES);
+        s->keep_recompute = true;
         return 0;
     default: return ARGP_ERR_UNKNOWN;
     }

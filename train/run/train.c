@@ -273,7 +273,9 @@ static void tell_start(const train_loop *r)
                                .data = r->data,
                                .comm = s->group ? r->comm->name : NULL,
                                .ranks = r->ranks,
-                               .device = r->device->name};
+                               .device = r->device->name,
+                               .recompute = r->recompute,
+                               .chunks = r->chunks};
     if (s->on_start && r->rank == 0) s->on_start(s, &start);
 }
 

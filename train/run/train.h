@@ -26,7 +26,9 @@ typedef struct train_start {
     const tokens *data;
     const char *comm; // what the ranks are connected by; NULL: one rank
     int ranks;
-    const char *device; // "cpu" or "cuda"
+    const char *device;        // "cpu" or "cuda"
+    model_recompute recompute; // that of the run, and its chunks: more than the settings' if the run would
+    int32_t chunks;            // not fit otherwise (fit.h)
 } train_start;
 
 typedef struct train_settings train_settings;
@@ -35,8 +37,9 @@ struct train_settings {
     model_config config;
     device_options device;
     model_recompute recompute;
-    int32_t chunks;           // column chunks of the experts
-    const char *const *paths; // files and folders of text, or token files
+    int32_t chunks;                   // column chunks of the experts
+    bool keep_recompute, keep_chunks; // they stay as they are, even if the run does not fit (fit.h)
+    const char *const *paths;         // files and folders of text, or token files
     size_t path_count;
     const char *tokenizer; // table of the tokens (train/data/bpe.h); NULL: that of the checkpoint resumed or
                            // started from, or none

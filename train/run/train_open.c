@@ -6,6 +6,7 @@
 #include "train/files/checkpoint_folder.h"
 #include "train/files/file.h"
 #include "train/run/checkpoint.h"
+#include "train/run/fit.h"
 #include "train/run/run_folder.h"
 
 #include <math.h>
@@ -281,16 +282,18 @@ static bool make_model(train_loop *r, error *err)
     const train_settings *s = r->settings;
     moe_routing routing = s->routing;
     routing.seed = s->seed;
-    const model_options options = {.sequences = r->rows / s->parts,
-                                   .parts = s->parts,
-                                   .routing = &routing,
-                                   .use = MODEL_TRAIN,
-                                   .recompute = s->recompute,
-                                   .chunks = s->chunks,
-                                   .one_layer = step_takes_layers(s->clip, s->parts),
-                                   .sharded = r->comm != NULL,
-                                   .rank = r->rank,
-                                   .ranks = r->ranks};
+    model_options options = {.sequences = r->rows / s->parts,
+                             .parts = s->parts,
+                             .routing = &routing,
+                             .use = MODEL_TRAIN,
+                             .recompute = s->recompute,
+                             .chunks = s->chunks,
+                             .one_layer = step_takes_layers(s->clip, s->parts),
+                             .sharded = r->comm != NULL,
+                             .rank = r->rank,
+                             .ranks = r->ranks};
+    if (!fit_choose(&options, r->device, s, err)) return false;
+    r->recompute = options.recompute, r->chunks = options.chunks;
     return model_create(&r->model, r->device, &s->config, &options, err) && allocate(r, err);
 }
 

@@ -28,9 +28,11 @@ typedef struct train_loop {
     int64_t rows;              // sequences of a step on this rank
     int32_t *inputs, *targets; // (rows, context)
     int64_t staged;            // the step whose batch is in them and prepared on the device, -1: none
-    train_recipe before;       // of the checkpoint that was resumed
-    int64_t first;             // the step at which the run began
-    double started;            // the clock when state.elapsed was elapsed_before
+    model_recompute recompute; // that of the run, as its chunks (fit.h)
+    int32_t chunks;
+    train_recipe before; // of the checkpoint that was resumed
+    int64_t first;       // the step at which the run began
+    double started;      // the clock when state.elapsed was elapsed_before
     double elapsed_before;
     validation_plan plan;
     double val_loss;         // newest
