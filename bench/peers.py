@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares smoe with SonicMoE, ScatterMoE, MoMoE, torch's grouped_mm, Transformers' experts and cuBLAS's batched GEMMs.
+"""Compares smoe with SonicMoE, ScatterMoE, MoMoE, Liger, torch's grouped_mm, Transformers' experts and cuBLAS's batched GEMMs.
 All get the same tensors and run by turns. docs/peers.md describes the method and the tables.
 
     bench/peers.py                                        # the paper's layers: experts on given routing
@@ -9,6 +9,8 @@ All get the same tensors and run by turns. docs/peers.md describes the method an
     bench/peers.py --e2e 1.4B                             # whole training steps
     bench/peers.py --ranks 8                              # expert parallelism, one process for each GPU
     bench/peers.py --show --markdown --plot ratios.png    # the repository's records, nothing is measured
+    bench/peers.py --peers smoe-portable,scattermoe,scattermoe-mma,liger,liger-mma
+                                                          # the portable kernels; -mma: Triton's code by mma.sync
     bench/peers.py --device cpu --dtype f32               # tries the program on tiny layers, without a GPU
 
 After each layer its records are appended to build/peers.jsonl, and the tables of this device are printed at the end. A
@@ -29,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 
 from peers_lib import page, records, suites, tables  # noqa: E402
+from peers_lib.processes import VARIABLES  # noqa: E402
 from peers_lib.run import BASE, JOBS, PEERS, Failed, Run, say  # noqa: E402
 
 MODELS, ROUTINGS, PARTS = ("0.5B", "1.4B", "7B", "tiny"), ("random", "uniform", "skewed"), ("experts", "layer")
@@ -135,7 +138,7 @@ def commit(root=ROOT):
 def default_peers(device):
     if device == "cpu":
         return ["smoe", "transformers", "loop"]
-    return [peer for peer in PEERS if peer not in ("loop", "smoe-concatenated")]
+    return [peer for peer in PEERS if peer not in ("loop", "smoe-concatenated", "smoe-portable", *VARIABLES)]
 
 
 def default_suite(options):

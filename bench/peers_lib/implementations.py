@@ -4,11 +4,24 @@ All compute O (T, d) from X (T, d), ids and weights (T, K), W1 and W2, with SwiG
 the weights have that type too.
 """
 
+import contextlib
+import os
+import threading
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 
 
-class Implementation:
+class Job:
+    """What is measured by turns."""
+
+    def turn(self):
+        """A context manager that is entered for each of its turns."""
+        return contextlib.nullcontext()
+
+
+class Implementation(Job):
     """One implementation. `load` imports it (ImportError: not installed), `bind` returns the function for a layer's
     weights. The class attributes are the command that installs it, the packages whose versions are recorded, the
     devices on which it runs, and the layouts of its weights (inputs.py)."""
@@ -18,6 +31,9 @@ class Implementation:
 
     def load(self):
         pass
+
+    def check_code(self):
+        """Raises an error if what was compiled in the first call is not what should be measured."""
 
     def given(self, ids, weights, E, dtype):
         """The routing in the form that `bind`'s function takes, for X of `dtype`. The last tensor is the one that has a
@@ -69,6 +85,33 @@ class SmoeConcatenated(Smoe):
     """smoe with the other layout of W1: gate rows, then up rows."""
 
     name, w1_layout = "smoe-concatenated", "concatenated"
+
+
+class SmoePortable(Smoe):
+    """smoe's portable kernels on a GPU that has kernels of its own: its turns have contexts of their own."""
+
+    name, devices = "smoe-portable", ("cuda",)
+
+    def load(self):
+        super().load()
+        from smoe import _context
+
+        self.module, self.contexts = _context, (threading.local(), {})
+
+    @contextlib.contextmanager
+    def turn(self):
+        module, before = self.module, (self.module._local, self.module._idle, os.environ.get("SMOE_KERNELS", "best"))
+        (module._local, module._idle), os.environ["SMOE_KERNELS"] = self.contexts, "portable"
+        try:
+            yield
+        finally:
+            module._local, module._idle, os.environ["SMOE_KERNELS"] = before
+
+    def check_code(self):
+        for context in self.module._local.contexts.values():
+            kernels = self.package.native.library.smoe_kernels_string(context.handle).decode()
+            if "portable" not in kernels:
+                raise RuntimeError(f"the kernels are {kernels!r}")
 
 
 class SonicMoe(Implementation):
@@ -164,6 +207,43 @@ class Momoe(Implementation):
         return experts
 
 
+class Liger(Implementation):
+    name, packages = "liger", ("liger_kernel", "triton", "torch")
+    install = "pip install a clone of github.com/linkedin/Liger-Kernel at the head of pull request 1294"
+
+    def load(self):
+        from liger_kernel.ops import LigerFusedMoEFunction
+
+        self.function = LigerFusedMoEFunction
+
+    def given(self, ids, weights, E, dtype):
+        return ids.int(), weights.to(dtype)
+
+    def bind(self, shape, w1, w2):
+        return lambda x, ids, weights: self.function.apply(x, w1, w2, ids, weights)
+
+
+class ByMmaSync:
+    """The same implementation in a process whose variables make Triton multiply by mma.sync (processes.py)."""
+
+    def check_code(self):
+        codes = [path.read_text() for path in Path(os.environ["TRITON_CACHE_DIR"]).glob("*/*.ptx")]
+        if any("wgmma" in code for code in codes) or not any("mma.sync" in code for code in codes):
+            raise RuntimeError(f"{len(codes)} kernels of Triton: not by mma.sync, or also by wgmma")
+
+
+class ScatterMoeMma(ByMmaSync, ScatterMoe):
+    name = "scattermoe-mma"
+
+
+class MomoeMma(ByMmaSync, Momoe):
+    name = "momoe-mma"
+
+
+class LigerMma(ByMmaSync, Liger):
+    name = "liger-mma"
+
+
 class GroupedMm(Implementation):
     """What torchtitan does: sort the pairs by expert, gather, torch._grouped_mm, scatter; compiled."""
 
@@ -242,7 +322,7 @@ class Loop(Implementation):
         return experts
 
 
-class Bound:
+class Bound(Job):
     """Not an implementation of the layer: only batched GEMMs (torch.bmm, cuBLAS) with the layer's FLOPs and equal
     counts."""
 
@@ -277,6 +357,7 @@ class Bound:
 ALL = {
     made.name: made
     for made in (
-        Smoe(), SmoeConcatenated(), SonicMoe(), ScatterMoe(), Momoe(), GroupedMm(), Transformers(), Loop(), Bound()
+        Smoe(), SmoeConcatenated(), SmoePortable(), SonicMoe(), ScatterMoe(), ScatterMoeMma(), Momoe(), MomoeMma(), Liger(),
+        LigerMma(), GroupedMm(), Transformers(), Loop(), Bound()
     )
 }  # fmt: skip

@@ -9,6 +9,12 @@ from pathlib import Path
 
 ENTRY = Path(__file__).resolve().parent.parent / "peers.py"
 
+# Triton then multiplies by mma.sync, as it does on GPUs before Hopper. The folder has the code of these processes alone, so
+# that it can be checked.
+MMA_SYNC = {"DISABLE_MMA_V3": "1", "TRITON_CACHE_DIR": str(Path.home() / ".triton/cache-mma-sync")}
+# Implementations that need a process with variables of their own.
+VARIABLES = {"scattermoe-mma": MMA_SYNC, "momoe-mma": MMA_SYNC, "liger-mma": MMA_SYNC}
+
 
 class Failed(RuntimeError):
     """Nothing can be measured; exit status 3."""
@@ -88,11 +94,13 @@ class Process:
 
 
 def group(peers, pythons, base, environment):
-    """The processes for these implementations: one for each interpreter, with the base implementation in every one."""
-    by_python = {}
+    """The processes for these implementations: one for each interpreter and VARIABLES, with the base implementation in
+    every one."""
+    together = {}
     for peer in peers:
-        by_python.setdefault(pythons.get(peer, sys.executable), []).append(peer)
+        python, variables = pythons.get(peer, sys.executable), VARIABLES.get(peer, {})
+        together.setdefault((python, tuple(variables.items())), []).append(peer)
     return [
-        Process(python, [base] + [peer for peer in members if peer != base], environment)
-        for python, members in by_python.items()
+        Process(python, [base] + [peer for peer in members if peer != base], environment | dict(variables))
+        for (python, variables), members in together.items()
     ]

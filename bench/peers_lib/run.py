@@ -7,10 +7,13 @@ import sys
 import time
 
 from . import records
-from .processes import Died, Failed, group
+from .processes import VARIABLES, Died, Failed, group
 
 BASE = "smoe"
-PEERS = ("smoe", "smoe-concatenated", "sonicmoe", "scattermoe", "momoe", "grouped_mm", "transformers", "loop", "cublas")
+PEERS = (
+    "smoe", "smoe-concatenated", "smoe-portable", "sonicmoe", "scattermoe", "momoe", "liger", "grouped_mm", "transformers",
+    "loop", "cublas", *VARIABLES,
+)  # fmt: skip
 JOBS = ("alone", "smoe-ep", "a2a-smoe", "a2a-grouped_mm", "torch")  # of --ranks, peers_lib/ranks.py
 # Makes SonicMoE's tuner ignore the timings that it keeps in files. The other tuners start anew in every process.
 NEW_TUNING = {"QUACK_FORCE_CACHE_UPDATE": "1"}

@@ -73,7 +73,8 @@ class Worker:
         for name in peers:
             self.send({"at": name})
             try:
-                found[name] = self._prepare_one(name, part, passes, new_t)
+                with implementations.ALL[name].turn():
+                    found[name] = self._prepare_one(name, part, passes, new_t)
             except Exception as error:  # noqa: BLE001, any failure of a peer is its result
                 found[name] = {"failed": one_line(error)}
                 self._forget(name)
@@ -88,6 +89,7 @@ class Worker:
             return {"factor": factor}
         measured = Measured(implementation, self.inputs, part)
         first, out, gradients = measured.first_call(self.clock)
+        implementation.check_code()
         errors = measured.errors(out, gradients)
         del out, gradients
         kept, peak = measured.memory()
@@ -123,7 +125,8 @@ class Worker:
         for name in timing.order_of(list(self.jobs), index, layer):
             peer = name.split()[0]
             self.send({"at": peer})
-            times[name], *backward = timing.turn(self.clock, self.jobs[name], settle_s, timed_s)
+            with implementations.ALL[peer].turn():
+                times[name], *backward = timing.turn(self.clock, self.jobs[name], settle_s, timed_s)
             times |= {f"{peer} backward": ms for ms in backward}
         return {"times": times}
 
@@ -131,8 +134,10 @@ class Worker:
         """One turn of every job: its kernels and their times, {"kernels": {"peer pass": [[kernel, launches, us]]}}."""
         found = {}
         for name in timing.order_of(list(self.jobs), index, layer):
-            self.send({"at": name.split()[0]})
-            found[name] = timing.kernels_of(self.clock, self.jobs[name], settle_s, PROFILED_RUNS)
+            peer = name.split()[0]
+            self.send({"at": peer})
+            with implementations.ALL[peer].turn():
+                found[name] = timing.kernels_of(self.clock, self.jobs[name], settle_s, PROFILED_RUNS)
         return {"kernels": found}
 
     def step(self, model, peer, seconds):
@@ -141,7 +146,8 @@ class Worker:
 
         self.send({"at": peer})
         try:
-            return {"measured": measure(model, implementations.ALL[peer], self.device, seconds)}
+            with implementations.ALL[peer].turn():
+                return {"measured": measure(model, implementations.ALL[peer], self.device, seconds)}
         except Exception as error:  # noqa: BLE001
             return {"failed": one_line(error)}
 

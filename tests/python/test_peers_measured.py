@@ -1,6 +1,8 @@
 """What bench/peers.py measures, without a GPU: inputs, errors against fp64, times, the whole step."""
 
 import argparse
+import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -78,6 +80,33 @@ def test_implementations_on_the_cpu(tiny, name, dtype, limit):
     for mine, theirs in zip(gradients[::3], wanted[::3], strict=True):  # of x and of the router
         assert (mine - theirs).norm() < (0.05 if dtype is torch.bfloat16 else 1e-4) * theirs.norm()
     assert measured.new_t_seconds(implementation, given, "experts", timing.CpuClock()) > 0
+
+
+def test_the_portable_kernels_have_turns_of_their_own(monkeypatch, tiny):
+    monkeypatch.delenv("SMOE_KERNELS", raising=False)
+    portable = implementations.ALL["smoe-portable"]
+    portable.load()
+    from smoe._context import context_of
+
+    usual = context_of(tiny.x)
+    with portable.turn():
+        own = context_of(tiny.x)
+        assert own is not usual and context_of(tiny.x) is own and os.environ["SMOE_KERNELS"] == "portable"
+        with pytest.raises(RuntimeError, match="the kernels are ''"):  # of a context of the CPU
+            portable.check_code()
+    assert context_of(tiny.x) is usual and os.environ["SMOE_KERNELS"] == "best"
+    with portable.turn():
+        assert context_of(tiny.x) is own
+
+
+def test_code_of_the_peers_by_mma_sync(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    peer = implementations.ALL["scattermoe-mma"]
+    (tmp_path / "a").mkdir()
+    for text, good in (("add.f32", False), ("mma.sync.aligned", True), ("mma.sync wgmma.mma_async", False)):
+        (tmp_path / "a/kernel.ptx").write_text(text)
+        with contextlib.nullcontext() if good else pytest.raises(RuntimeError, match="by mma.sync"):
+            peer.check_code()
 
 
 def test_scattered_weights_of_momoe():

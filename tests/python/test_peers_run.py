@@ -197,6 +197,14 @@ def test_packages_that_disagree_alternate(pretend):
     assert [p.peers for p in groups] == [["smoe", "scattermoe"], ["smoe", "sonicmoe"]]
 
 
+def test_a_process_for_each_set_of_variables(monkeypatch):
+    monkeypatch.delenv("DISABLE_MMA_V3", raising=False)
+    plain, sync = processes.group(["smoe", "scattermoe", "scattermoe-mma", "liger-mma", "liger"], {}, "smoe", {"A": "1"})
+    assert plain.peers == ["smoe", "scattermoe", "liger"] and "DISABLE_MMA_V3" not in plain.environment
+    assert sync.peers == ["smoe", "scattermoe-mma", "liger-mma"] and sync.environment["DISABLE_MMA_V3"] == "1"
+    assert plain.environment["A"] == sync.environment["A"] == "1"
+
+
 def test_failures_are_records(pretend, capsys):
     pretend.fatal["scattermoe"] = "prepare"
     _, found = pretend("--peers", "scattermoe,grouped_mm,sonicmoe")
