@@ -35,20 +35,14 @@ def _check_gate(function: str, gate: Gate) -> None:
             raise ValueError(f"{function}: {name} is {value!r}; expected a finite number")
 
 
-def check(function: str, activation: Any) -> None:
-    """Raises an error unless this is an activation."""
+def fields_of(function: str, activation: Any) -> dict[str, Any]:
+    """The fields of a smoe_layer that an activation sets."""
     if isinstance(activation, Gate):
         _check_gate(function, activation)
-    elif not isinstance(activation, str) or activation not in native.ACTIVATIONS:
+        return {  # written out, because torch.compile does not trace _asdict
+            "activation": activation.activation, "gate_limit": activation.gate_limit, "up_limit": activation.up_limit,
+            "gate_alpha": activation.gate_alpha, "up_offset": activation.up_offset,
+        }  # fmt: skip
+    if not isinstance(activation, str) or activation not in native.ACTIVATIONS:
         raise ValueError(f"{function}: activation is {activation!r}; expected one of {', '.join(native.ACTIVATIONS)}")
-
-
-def word(activation: str | Gate) -> str:
-    """An activation as one word of an operator's options."""
-    return activation if isinstance(activation, str) else ":".join(map(str, activation))
-
-
-def parse(text: str) -> Gate:
-    """The activation that word() wrote."""
-    name, *values = text.split(":")
-    return Gate(name, *map(float, values))
+    return {"activation": activation}

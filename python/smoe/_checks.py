@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _activation, _context, native
+from . import _activation, _context, _record, native
 from ._activation import Gate
 
 DTYPES = {
@@ -17,7 +17,7 @@ DTYPES = {
     "meta": (torch.bfloat16, torch.float16, torch.float32),
 }
 INDEX_DTYPES = (torch.int32, torch.int64)
-MAX_EXPERTS, MAX_TOPK, MAX_CHUNKS, MAX_TILE, MAX_LORA_RANK = 4096, 64, 64, 4096, 256  # of include/smoe.h
+MAX_EXPERTS, MAX_LORA_RANK = 4096, 256  # of include/smoe.h
 
 
 def name_of(values: Collection[torch.dtype]) -> str:
@@ -86,11 +86,6 @@ def number(function: str, name: str, value: Any, low: float, high: float = 1e30)
         raise ValueError(f"{function}: {name} is {value!r}; expected a number above {low:g} and below {high:g}")
 
 
-def multiple_of_8(function: str, name: str, value: int) -> None:
-    if value < 8 or value % 8:
-        raise ValueError(f"{function}: {name} is {value}; expected a multiple of 8")
-
-
 def experts_dtype(function: str, name: str, x: Tensor) -> None:
     """Checks that smoe has a backend for x's device, and that this backend supports x's dtype."""
     kind = x.device.type
@@ -128,15 +123,8 @@ def why_not(x: Tensor, *weights: Tensor | None, casts: bool = False) -> str:
     return ""
 
 
-def expert_options(function: str, activation: str | Gate, layout: str, chunks: int) -> None:
-    _activation.check(function, activation)
-    choice(function, "layout", layout, native.LAYOUTS)
-    if type(chunks) is not int or chunks not in (1, 2, 4, 8, 16, 32, MAX_CHUNKS):
-        raise ValueError(f"{function}: chunks is {chunks!r}; expected a power of two from 1 to {MAX_CHUNKS}")
-
-
 def experts(
-    function: str, name: str, x: Any, w1: Any, b1: Any, w2: Any, b2: Any, activation: str | Gate, layout: str, chunks: int,
+    function: str, name: str, x: Any, w1: Any, b1: Any, w2: Any, b2: Any, activation: str | Gate,
     gradient_dtype: torch.dtype | None, copy_weights: bool = False,
 ) -> None:  # fmt: skip
     """The checks that all three entries share. `name` is the name of the argument x in the function's signature."""
@@ -146,7 +134,7 @@ def experts(
     for label, value in ((name, x), ("w1", w1), ("w2", w2), *biases):
         tensor(function, label, value)
     experts_dtype(function, name, x)
-    expert_options(function, activation, layout, chunks)
+    _activation.fields_of(function, activation)
     dimensions(function, name, x, "(T, H)", 2)
     dimensions(function, "w2", w2, "(E, H, I)", 3)
     (count, hidden, intermediate), tokens = w2.shape, x.shape[0]
@@ -162,21 +150,17 @@ def experts(
         dtype(function, label, value, (x.dtype,), f", the dtype of {name}")
         if not copy_weights or label in ("b1", "b2"):
             contiguous(function, label, value)
-    between(function, "the number of experts", count, 1, MAX_EXPERTS)
-    multiple_of_8(function, "H", hidden)
-    multiple_of_8(function, "I", intermediate)
     if gradient_dtype not in (None, x.dtype, torch.float32):
         others = name_of(dict.fromkeys((x.dtype, torch.float32)))
         raise TypeError(f"{function}: gradient_dtype is {gradient_dtype!r}; expected None or {others}")
 
 
-def ids(function: str, value: Any, x: Tensor, count: int) -> None:
+def ids(function: str, value: Any, x: Tensor) -> None:
     tensor(function, "ids", value)
     dtype(function, "ids", value, INDEX_DTYPES)
     device(function, "ids", value, x)
     dimensions(function, "ids", value, "(T, K)", 2)
     shape(function, "ids", value, (x.shape[0], value.shape[1]), "(T, K)")
-    between(function, "K, the second dimension of ids,", value.shape[1], 1, min(count, MAX_TOPK), ", E at most")
 
 
 def weights(function: str, name: str, value: Any, x: Tensor, expected: tuple, meaning: str) -> None:
@@ -202,9 +186,8 @@ def token_mask(function: str, value: Any, x: Tensor) -> None:
 
 
 def router(
-    function: str, x: Tensor, count: int, router_weight: Any, logits: Any, router_bias: Any, selection_bias: Any,
-    score: str,
-) -> None:  # fmt: skip
+    function: str, x: Tensor, count: int, router_weight: Any, logits: Any, router_bias: Any, selection_bias: Any
+) -> None:
     if (router_weight is None) == (logits is None):
         given = "both were given" if logits is not None else "neither was given"
         raise ValueError(f"{function}: expected either router_weight or logits; {given}")
@@ -220,8 +203,6 @@ def router(
         both = (torch.float32, torch.bfloat16)
         _router_tensor(function, "logits", logits, x, (x.shape[0], count), "(T, E)", both, "")
     if selection_bias is not None:
-        if score != "sigmoid":
-            raise ValueError(f"{function}: selection_bias is given with score {score!r}; only 'sigmoid' has one")
         floats = (torch.float32, torch.bfloat16, torch.float16)
         _router_tensor(function, "selection_bias", selection_bias, x, (count,), "(E)", floats, "")
 
@@ -236,60 +217,28 @@ def _router_tensor(
     shape(function, name, value, expected, meaning)
 
 
-def routing(
-    function: str, count: int, top_k: int, score: str, n_group: int, topk_group: int, rounding: str, tile: int,
-    seed: int, logits_dtype: torch.dtype, route_scale: float, coefficients: dict[str, float], flags: dict[str, bool],
-) -> None:  # fmt: skip
-    number(function, "routed_scaling_factor", route_scale, 0)
-    for name, value in coefficients.items():
-        number(function, name, value, -1e30)
-    for name, value in flags.items():
-        flag(function, name, value)
-    between(function, "top_k", top_k, 1, min(count, MAX_TOPK), ", the number of experts at most")
-    choice(function, "score", score, native.SCORES)
-    choice(function, "rounding", rounding, native.ROUNDINGS)
-    between(function, "tile", tile, 1, MAX_TILE)
-    between(function, "seed", seed, 0, 2**64 - 1)
-    between(function, "n_group", n_group, 1, count)
-    between(function, "topk_group", topk_group, 1, n_group, ", n_group at most")
-    if n_group > 1 and score != "sigmoid":
-        raise ValueError(f"{function}: n_group is {n_group} with score {score!r}; only 'sigmoid' has groups")
-    if n_group > 1 and (count % n_group or count // n_group < 2):
-        raise ValueError(f"{function}: n_group is {n_group}; expected a divisor of E = {count}, with groups of at least 2")
-    if top_k > count // n_group * topk_group:
-        raise ValueError(
-            f"{function}: top_k is {top_k}; expected {count // n_group * topk_group} at most, the experts of topk_group = "
-            f"{topk_group} groups"
-        )
-    if flags["norm_topk_prob"] and score == "topk_softmax":
-        raise ValueError(f"{function}: norm_topk_prob is True with score 'topk_softmax', whose weights sum to one already")
-    if logits_dtype not in (torch.float32, torch.bfloat16):
-        raise TypeError(f"{function}: logits_dtype is {logits_dtype!r}; expected torch.float32 or torch.bfloat16")
+def coefficients(function: str, balance_coefficient: float, z_coefficient: float) -> None:
+    number(function, "balance_coefficient", balance_coefficient, -1e30)
+    number(function, "z_coefficient", z_coefficient, -1e30)
+
+
+def logits_dtype(function: str, value: Any) -> None:
+    if value not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"{function}: logits_dtype is {value!r}; expected torch.float32 or torch.bfloat16")
 
 
 def module(
     function: str, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, flags: dict[str, bool],
-    options: dict[str, Any], defaults: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """The arguments of smoe.MoE. `defaults` has a value for each of the names that `options` may have."""
-    between(function, "num_experts", num_experts, 1, MAX_EXPERTS)
-    between(function, "top_k", top_k, 1, min(num_experts, MAX_TOPK), ", num_experts at most")
-    for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-        between(function, name, size, 8, 2**31 - 1)
-        multiple_of_8(function, name, size)
+    """The arguments of smoe.MoE. `options` has all that smoe.moe takes, by the header's names."""
     for name, value in flags.items():
         flag(function, name, value)
-    for name in options:
-        if name not in defaults:
-            raise TypeError(f"{function}: {name} is no option; expected one of {', '.join(sorted(defaults))}")
-    all = defaults | options
-    expert_options(function, all["activation"], all["layout"], all["chunks"])
-    if all["gradient_dtype"] not in (None, torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"{function}: gradient_dtype is {all['gradient_dtype']!r}; expected None or a floating-point dtype")
-    routing(
-        function, num_experts, top_k, all["score"], all["n_group"], all["topk_group"], all["rounding"], all["tile"],
-        all["seed"], all["logits_dtype"], all["routed_scaling_factor"],
-        {name: all[name] for name in ("balance_coefficient", "z_coefficient")}, dict(norm_topk_prob=all["norm_topk_prob"]),
-    )  # fmt: skip
-    if flags["selection_bias"] and all["score"] != "sigmoid":
-        raise ValueError(f"{function}: selection_bias is True with score {all['score']!r}; only 'sigmoid' has one")
+    if options["gradient_dtype"] not in (None, torch.float32, torch.bfloat16, torch.float16):
+        kind = options["gradient_dtype"]
+        raise TypeError(f"{function}: gradient_dtype is {kind!r}; expected None or a floating-point dtype")
+    coefficients(function, options["balance_coefficient"], options["z_coefficient"])
+    logits_dtype(function, options["logits_dtype"])
+    of_layer = {name: value for name, value in options.items() if name in _record.OPTIONS}
+    sizes = dict(hidden=hidden_size, intermediate=intermediate_size, experts=num_experts, topk=top_k)
+    _record.record(function, **sizes, **of_layer)

@@ -24,6 +24,7 @@ TYPE_CODES = {
     torch.int32: native.TYPES["i32"],
     torch.int64: native.TYPES["i64"],
 }
+DTYPES = {code: dtype for dtype, code in TYPE_CODES.items()}
 
 
 try:  # the stream as an integer, without building a torch.cuda.Stream
@@ -106,8 +107,8 @@ class Context:
         made = Description(layer, self.query(layer), saved)
         if saved < made.saved_needed:
             raise RuntimeError(
-                f"smoe: saved needs {made.saved_needed} bytes, but its bound is {saved}: smoe/_layout.py and "
-                "src/problem.c disagree"
+                f"smoe: saved needs {made.saved_needed} bytes, but its bound is {saved}: moe_saved_bound in src/problem.c is "
+                "wrong"
             )
         return made
 

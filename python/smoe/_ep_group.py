@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from . import _context, _ep_windows, native
 from ._context import TYPE_CODES
-from ._layout import parse
+from ._record import Record, layer as layer_of
 
 
 class PeerError(RuntimeError):
@@ -36,15 +36,17 @@ class Group:
         self.mesh = process_group if hasattr(process_group, "get_group") else None
         self.process_group = self.mesh.get_group() if self.mesh else process_group or dist.group.WORLD
         self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
-        self.max_tokens, self.num_experts, self.waves, self.dtype = max_tokens, num_experts, waves, dtype
+        self.max_tokens, self.num_experts, self.dtype = max_tokens, num_experts, dtype
         self.device = self._device(device)
         self.context = self.ep = self.windows = None
         self._sizes: dict[tuple, native.Sizes] = {}
         if num_experts % self.size:
             raise ValueError(f"smoe.ep.Group: num_experts is {num_experts}; expected a multiple of the {self.size} ranks")
-        w2 = (num_experts // self.size, hidden, 8)
-        options = f"swiglu concatenated 1 0 softmax_topk 0 1 1 1.0 {rounding} {tile}"
-        layer = self.layer("from_logits", options, max_tokens, top_k, w2, dtype, torch.int64, True)
+        self.fields = dict(ranks=self.size, waves=waves, max_tokens=max_tokens)  # of the record of each layer
+        layer = native.Layer(
+            tokens=max_tokens, hidden=hidden, intermediate=8, experts=num_experts, topk=top_k, dtype=TYPE_CODES[dtype],
+            gradient_type=TYPE_CODES[dtype], rounding=native.ROUNDINGS[rounding], tile=tile, **self.fields,
+        )  # fmt: skip
         self._create(layer, timeout, threads)
         self.handle = Group._made
         Group._made += 1
@@ -106,25 +108,14 @@ class Group:
     def _query(self, layer: native.Layer) -> native.Sizes:
         return native.query_sizes(self.context, layer)
 
-    def layer(
-        self, entry: str, options: str, tokens: int, top_k: int, w2: tuple[int, int, int], dtype: torch.dtype,
-        index: torch.dtype, save: bool,
-    ) -> native.Layer:  # fmt: skip
-        """w2 is the shape (E/W, H, I) of this rank's experts."""
-        codes = TYPE_CODES[dtype], TYPE_CODES[index]
-        layer = parse(options).layer(entry, tokens, top_k, w2, *codes, save)
-        layer.experts, layer.ranks, layer.waves, layer.max_tokens = w2[0] * self.size, self.size, self.waves, self.max_tokens
-        return layer
-
     def __deepcopy__(self, memo: dict) -> "Group":
         return self  # a copy of a module has the same ranks
 
-    def sizes(self, entry: str, options: str, top_k: int, w2: tuple, dtype: torch.dtype, index: torch.dtype, save: bool) -> native.Sizes:
+    def sizes(self, record: Record, save: bool) -> native.Sizes:
         """Those of max_tokens tokens, so that they do not depend on the number of tokens, which may be symbolic."""
-        key = (entry, options, top_k, w2, dtype, index, save)
-        if key not in self._sizes:
-            self._sizes[key] = self._query(self.layer(entry, options, self.max_tokens, *key[2:]))
-        return self._sizes[key]
+        if (record, save) not in self._sizes:
+            self._sizes[record, save] = self._query(layer_of(self.max_tokens, record, inference=not save))
+        return self._sizes[record, save]
 
     def stream(self) -> int | None:
         return _context._raw_stream(self.device.index) if self.device.type == "cuda" else None

@@ -5,9 +5,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from . import _ops, functional, native
+from . import _autograd, _ops, native
 from ._ep_group import groups
-from ._layout import parse
+from ._record import Record, layer as layer_of
 
 _call = torch.ops.smoe
 
@@ -24,10 +24,10 @@ def _bytes(size: int, like: Tensor) -> Tensor:
 class _Call:
     """One call of the library: the group, and the layer for these tensors."""
 
-    def __init__(self, group: int, entry: str, options: str, x: Tensor, topk: int, w2: Tensor, index: torch.dtype, save: bool):
-        self.owner, kind = groups[group], (topk, tuple(w2.shape), x.dtype, index, save)
-        self.layer = self.owner.layer(entry, options, x.shape[0], *kind)
-        self.sizes = self.owner.sizes(entry, options, *kind)
+    def __init__(self, group: int, record: Record, x: Tensor, save: bool):
+        self.owner = groups[group]
+        self.layer = layer_of(x.shape[0], record, inference=not save)
+        self.sizes = self.owner.sizes(record, save)
 
     def __call__(self, function, arguments: ctypes.Structure) -> None:
         owner, arguments.ep = self.owner, self.owner.ep
@@ -64,68 +64,67 @@ def _readable(**tensors: Tensor | None) -> dict[str, Tensor | None]:
 # ---- given ids and weights ----
 
 
-def _experts_forward(x, ids, weights, w1, b1, w2, b2, group, options, save):
+def _experts_forward(x, ids, weights, w1, b1, w2, b2, group, save, *record):
     given = _readable(x=x, topk_ids=ids, topk_weights=weights, w1=w1, b1=b1, w2=w2, b2=b2)
-    call = _Call(group, "from_topk", options, x, ids.shape[1], w2, ids.dtype, save)
+    call = _Call(group, record, x, save)
     out, saved, *_ = _run_forward(call, given["x"], save, given)
     return _ops._given(out, saved)
 
 
-def _experts_backward(dout, x, ids, w1, w2, b2, saved, group, options, needs):
+def _experts_backward(dout, x, ids, w1, w2, b2, saved, group, needs, *record):
     given = _readable(dout=dout, x=x, topk_ids=ids, w1=w1, w2=w2, b2=b2)
     saved = _ops._readable(saved, _ops._BUFFER_ALIGN)
-    call = _Call(group, "from_topk", options, x, ids.shape[1], w2, ids.dtype, True)
-    made = _ops._gradients(
-        _ops._wanted(needs), _ops._gradient_dtype(parse(options), x), given["x"], given["w1"], given["w2"], given["topk_ids"], None
-    )
+    call = _Call(group, record, x, True)
+    dtype, *_ = _ops._results_of(record)
+    made = _ops._gradients(_ops._wanted(needs), dtype, given["x"], given["w1"], given["w2"], given["topk_ids"], None)
     _run_backward(call, saved, given, dict(zip("dx dw1 db1 dw2 db2 dtopk_weights".split(), made)))
     return _ops._given(*made)
 
 
-def _fake_saved(group: int, entry: str, options: str, x: Tensor, topk: int, w2: Tensor, index: torch.dtype) -> Tensor:
-    sizes = groups[group].sizes(entry, options, topk, tuple(w2.shape), x.dtype, index, True)
-    return torch.empty(sizes.saved_buffer_bytes, dtype=torch.uint8, device=x.device)
+def _fake_saved(group: int, record: Record, x: Tensor) -> Tensor:
+    return torch.empty(groups[group].sizes(record, True).saved_buffer_bytes, dtype=torch.uint8, device=x.device)
 
 
-def _fake_experts_forward(x, ids, weights, w1, b1, w2, b2, group, options, save):
-    saved = _fake_saved(group, "from_topk", options, x, ids.shape[1], w2, ids.dtype) if save else None
-    return _ops._given(_ops._fake_out(x), saved)
+def _fake_experts_forward(x, ids, weights, w1, b1, w2, b2, group, save, *record):
+    return _ops._given(_ops._fake_out(x), _fake_saved(group, record, x) if save else None)
 
 
-def _fake_experts_backward(dout, x, ids, w1, w2, b2, saved, group, options, needs):
-    return _ops._fake_gradients(needs, parse(options), x, w1, w2, ids)
+def _fake_experts_backward(dout, x, ids, w1, w2, b2, saved, group, needs, *record):
+    return _ops._fake_gradients(needs, record, x, w1, w2, ids)
 
 
 class Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, ids, weights, w1, b1, w2, b2, group, options):
-        out, saved = _call.ep_experts_forward.default(x, ids, weights, w1, b1, w2, b2, group, options, True)
+    def forward(ctx, x, ids, weights, w1, b1, w2, b2, group, *record):
+        out, saved = _call.ep_experts_forward.default(x, ids, weights, w1, b1, w2, b2, group, True, *record)
         ctx.save_for_backward(x, ids, w1, w2, b2, saved)
-        ctx.group, ctx.options = group, options
+        ctx.group, ctx.record = group, record
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        x, _, weights, w1, b1, w2, b2, *_ = ctx.needs_input_grad
+        x, _, weights, w1, b1, w2, b2, *others = ctx.needs_input_grad
         wanted = (x, w1, b1, w2, b2, weights, False, False)
-        found = functional._dispatched(_call.ep_experts_backward.default, wanted, dout, *ctx.saved_tensors, ctx.group, ctx.options)
+        given = dout, *ctx.saved_tensors, ctx.group
+        found = _autograd.dispatched(_call.ep_experts_backward.default, wanted, given, ctx.record)
         dx, dw1, db1, dw2, db2, dweights, _, _ = found
-        return dx, None, dweights, dw1, db1, dw2, db2, None, None
+        return (dx, None, dweights, dw1, db1, dw2, db2) + (None,) * len(others)
 
 
 # ---- the whole layer ----
 
 
 def _moe_forward(
-    x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2, topk, group, options, step, save
-):
+    x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2, step, group, losses, counts, save,
+    *record,
+):  # fmt: skip
     given = _readable(
         x=x, router_weight=router_weight, router_bias=router_bias, logits=logits, selection_bias=selection_bias,
         token_mask=token_mask, w1=w1, b1=b1, w2=w2, b2=b2,
     )  # fmt: skip
-    call = _Call(group, "from_logits", options, x, topk, w2, torch.int32, save)
-    made, losses, counts = _ops._moe_outputs(x, router_weight, call.layer.experts, parse(options))
+    call = _Call(group, record, x, save)
+    made, losses, counts = _ops.moe_outputs(x, router_weight, losses, counts, record)
     if made is not None:
         given["logits"] = made
     out, saved, scratch, arguments = _run_forward(call, given["x"], save, given | dict(losses=losses), step=step)
@@ -146,51 +145,50 @@ def _copy_counts(call: _Call, arguments: native.ForwardArgs, plan: Tensor, count
 
 
 def _moe_backward(
-    dout, x, router_weight, logits, dlosses, token_mask, w1, w2, b2, saved, topk, group, options, needs
+    dout, x, router_weight, logits, dlosses, token_mask, w1, w2, b2, saved, group, balance, z, needs, *record
 ):
     given = _readable(
         dout=dout, x=x, router_weight=router_weight, logits=logits, loss_gradients=dlosses, token_mask=token_mask, w1=w1, w2=w2,
         b2=b2,
     )  # fmt: skip
-    saved, parsed = _ops._readable(saved, _ops._BUFFER_ALIGN), parse(options)
-    call = _Call(group, "from_logits", options, x, topk, w2, torch.int32, True)
-    made = _ops._gradients(
-        _ops._wanted(needs), _ops._gradient_dtype(parsed, x), given["x"], given["w1"], given["w2"], None,
-        _ops._logits_dtype(parsed), call.layer.experts,
-    )  # fmt: skip
-    coefficients = {name: getattr(parsed, name) for name in ("balance_coefficient", "z_coefficient")}
+    saved, call = _ops._readable(saved, _ops._BUFFER_ALIGN), _Call(group, record, x, True)
+    dtype, *routed = _ops._results_of(record)
+    made = _ops._gradients(_ops._wanted(needs), dtype, given["x"], given["w1"], given["w2"], None, *routed)
+    coefficients = dict(balance_coefficient=balance, z_coefficient=z)
     names = "dx dw1 db1 dw2 db2 dlogits drouter_weight drouter_bias".split()
     _run_backward(call, saved, given, dict(zip(names, made)), **coefficients)
     return _ops._given(*made)
 
 
 def _fake_moe_forward(
-    x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2, topk, group, options, step, save
-):
-    saved = _fake_saved(group, "from_logits", options, x, topk, w2, torch.int32) if save else None
-    return _ops._given(_ops._fake_out(x), saved, *_ops._moe_outputs(x, router_weight, w2.shape[0] * groups[group].size, parse(options)))
+    x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2, step, group, losses, counts, save,
+    *record,
+):  # fmt: skip
+    saved = _fake_saved(group, record, x) if save else None
+    return _ops._given(_ops._fake_out(x), saved, *_ops.moe_outputs(x, router_weight, losses, counts, record))
 
 
 def _fake_moe_backward(
-    dout, x, router_weight, logits, dlosses, token_mask, w1, w2, b2, saved, topk, group, options, needs
+    dout, x, router_weight, logits, dlosses, token_mask, w1, w2, b2, saved, group, balance, z, needs, *record
 ):
-    parsed = parse(options)
-    kind = _ops._logits_dtype(parsed), w2.shape[0] * groups[group].size
-    return _ops._fake_gradients(needs, parsed, x, w1, w2, None, *kind)
+    return _ops._fake_gradients(needs, record, x, w1, w2)
 
 
 class Moe(torch.autograd.Function):
     """Returns those of out, logits, losses and counts that are there."""
 
     @staticmethod
-    def forward(ctx, *given):
-        *tensors, top_k, group, options, step, wants_losses = given
-        x, router_weight, _, given_logits, _, token_mask, w1, _, w2, b2 = tensors
-        out, saved, *more = _call.ep_moe_forward.default(*tensors, top_k, group, options, step, True)
+    def forward(
+        ctx, x, router_weight, router_bias, given_logits, selection_bias, token_mask, w1, b1, w2, b2, step, group, balance, z,
+        wants_losses, wants_counts, *record,
+    ):  # fmt: skip
+        tensors = x, router_weight, router_bias, given_logits, selection_bias, token_mask, w1, b1, w2, b2
+        out, saved, *more = _call.ep_moe_forward.default(*tensors, step, group, wants_losses, wants_counts, True, *record)
         made = more[0] if router_weight is not None else None
         kept = given_logits if made is None else made
-        ctx.save_for_backward(x, router_weight, kept if _ops.reads_logits(options) else None, token_mask, w1, w2, b2, saved)
-        ctx.top_k, ctx.group, ctx.options = top_k, group, options
+        read = wants_losses or balance or z or _autograd.reads_logits(record)
+        ctx.save_for_backward(x, router_weight, kept if read else None, token_mask, w1, w2, b2, saved)
+        ctx.group, ctx.record, ctx.balance, ctx.z = group, record, balance, z
         ctx.losses_at = (2 if made is not None else 1) if wants_losses else 0
         ctx.mark_non_differentiable(*[t for i, t in enumerate(more, 1) if i != ctx.losses_at])
         return (out, *more)
@@ -198,33 +196,35 @@ class Moe(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, *others):
-        x, router, router_bias, logits, _, _, w1, b1, w2, b2, *_ = ctx.needs_input_grad
+        x, router, router_bias, logits, _, _, w1, b1, w2, b2, *rest = ctx.needs_input_grad
         wanted = (x, w1, b1, w2, b2, logits, router, router_bias)
         dlosses = others[ctx.losses_at - 1] if ctx.losses_at else None
         x, router_weight, logits, token_mask, w1, w2, b2, saved = ctx.saved_tensors
         kept = x, router_weight, logits, dlosses, token_mask, w1, w2, b2, saved
-        arguments = *kept, ctx.top_k, ctx.group, ctx.options
-        dx, dw1, db1, dw2, db2, dlogits, drouter, dbias = functional._dispatched(_call.ep_moe_backward.default, wanted, dout, *arguments)
-        return dx, drouter, dbias, dlogits, None, None, dw1, db1, dw2, db2, None, None, None, None, None
+        given = dout, *kept, ctx.group, ctx.balance, ctx.z
+        found = _autograd.dispatched(_call.ep_moe_backward.default, wanted, given, ctx.record)
+        dx, dw1, db1, dw2, db2, dlogits, drouter, dbias = found
+        return (dx, drouter, dbias, dlogits, None, None, dw1, db1, dw2, db2) + (None,) * len(rest)
 
 
 # ---- registration ----
 
 _EXPERTS, _KEPT = "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2", "Tensor w1, Tensor w2, Tensor? b2, Tensor saved"
-_END = "int group, str options"
-_OPERATORS = {
-    f"ep_experts_forward(Tensor x, Tensor ids, Tensor weights, {_EXPERTS}, {_END}, bool save) -> Tensor[]": (
-        _experts_forward, _fake_experts_forward),
-    f"ep_experts_backward(Tensor dout, Tensor x, Tensor ids, {_KEPT}, {_END}, int needs) -> Tensor[]": (
-        _experts_backward, _fake_experts_backward),
-    f"ep_moe_forward(Tensor x, Tensor? router_weight, Tensor? router_bias, Tensor? logits, Tensor? selection_bias, "
-    f"Tensor? token_mask, {_EXPERTS}, int topk, {_END}, SymInt step, bool save) -> Tensor[]": (_moe_forward, _fake_moe_forward),
+_ops.define(
+    f"ep_experts_forward(Tensor x, Tensor ids, Tensor weights, {_EXPERTS}, int group, bool save",
+    _experts_forward, _fake_experts_forward,
+)  # fmt: skip
+_ops.define(
+    f"ep_experts_backward(Tensor dout, Tensor x, Tensor ids, {_KEPT}, int group, int needs",
+    _experts_backward, _fake_experts_backward,
+)  # fmt: skip
+_ops.define(
+    "ep_moe_forward(Tensor x, Tensor? router_weight, Tensor? router_bias, Tensor? logits, Tensor? selection_bias, "
+    f"Tensor? token_mask, {_EXPERTS}, SymInt step, int group, bool losses, bool counts, bool save",
+    _moe_forward, _fake_moe_forward,
+)  # fmt: skip
+_ops.define(
     f"ep_moe_backward(Tensor dout, Tensor x, Tensor? router_weight, Tensor? logits, Tensor? dlosses, Tensor? token_mask, {_KEPT}, "
-    f"int topk, {_END}, int needs) -> Tensor[]": (_moe_backward, _fake_moe_backward),
-}  # fmt: skip
-for _schema, (_real, _fake) in _OPERATORS.items():
-    _name = _schema.split("(")[0]
-    _ops._library.define(_schema, tags=(torch.Tag.needs_fixed_stride_order,))
-    for _key in ("CPU", "CUDA"):
-        _ops._library.impl(_name, _real, _key)
-    torch.library.register_fake(f"smoe::{_name}", _fake, lib=_ops._library)
+    "int group, float balance_coefficient, float z_coefficient, int needs",
+    _moe_backward, _fake_moe_backward,
+)  # fmt: skip

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _checks, functional, native
+from . import _autograd, _checks, functional, native
 from ._activation import Gate
 from ._context import TYPE_CODES, Context, context_of
+from ._record import OPTIONS, Record, layer as layer_of
 
 
 class LoRA(NamedTuple):
@@ -113,7 +114,7 @@ def factors(
 class _Spec(NamedTuple):
     """What a call needs besides its tensors."""
 
-    fields: tuple[tuple[str, Any], ...]  # of smoe_layer, but those that follow from the tensors
+    record: Record
     step: int = 0
     balance_coefficient: float = 0.0
     z_coefficient: float = 0.0
@@ -121,19 +122,8 @@ class _Spec(NamedTuple):
     counts: bool = False
 
 
-_RANKS = ("lora_rank1", "lora_rank2")
-
-
-def _layer(spec: _Spec, given: dict[str, Tensor | None], **more: int) -> native.Layer:
-    x, w2 = given["x"], given["w2"]
-    (experts, hidden, intermediate), ids = w2.shape, given["topk_ids"]
-    ranks = [0 if given[name] is None else given[name].shape[1] for name in ("lora_a1", "lora_a2")]
-    fields = dict(spec.fields) | dict(zip(_RANKS, ranks)) | more
-    if ids is not None:
-        fields |= dict(topk=ids.shape[1], index_type=TYPE_CODES[ids.dtype])
-    return native.Layer(
-        tokens=x.shape[0], hidden=hidden, intermediate=intermediate, experts=experts, dtype=TYPE_CODES[x.dtype], **fields
-    )
+def _ranks(a1: Tensor | None, a2: Tensor | None) -> dict[str, int]:
+    return dict(lora_rank1=0 if a1 is None else a1.shape[1], lora_rank2=0 if a2 is None else a2.shape[1])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -160,7 +150,7 @@ def _run_forward(spec: _Spec, given: dict[str, Tensor | None], save: bool) -> tu
     counts = torch.zeros(experts, dtype=torch.int32, device=x.device) if spec.counts else None
     if x.shape[0] == 0:
         return out, x.new_empty(0, dtype=torch.uint8) if save else None, losses, counts
-    context, layer = context_of(x), _layer(spec, given, inference=not save)
+    context, layer = context_of(x), layer_of(x.shape[0], spec.record, inference=not save)
     sizes = _sizes(context, bytes(layer))
     saved = context.new_bytes(sizes.saved_buffer_bytes) if save else None
     scratch = context.new_bytes(sizes.scratch_forward_bytes)
@@ -194,7 +184,7 @@ def _run_backward(
     gradients = {name: torch.empty_like(given[name]) for name in wanted}
     if x.shape[0] == 0:
         return {name: gradient.zero_() for name, gradient in gradients.items()}
-    context, layer = context_of(x), _layer(spec, given, reuse_saved=reuse)
+    context, layer = context_of(x), layer_of(x.shape[0], spec.record, reuse_saved=reuse)
     sizes = _sizes(context, bytes(layer))
     scratch = context.new_bytes(sizes.scratch_backward_bytes)
     dout, dlosses = _aligned(dout), _aligned(dlosses)
@@ -224,7 +214,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlosses, _):
         if torch.is_grad_enabled():  # with create_graph
-            return functional._once(_Experts, ctx, dout, dlosses, _)
+            return _autograd._once(_Experts, ctx, dout, dlosses, _)
         none = (None,) * (len(_NAMES) + 1)
         if dout is None and dlosses is None:
             return none
@@ -232,19 +222,13 @@ class _Experts(torch.autograd.Function):
         given = dict(zip(_NAMES, tensors))
         wanted = [name for name, needs in zip(_NAMES, ctx.needs_input_grad[1:]) if needs]
         dout = torch.zeros_like(given["x"]) if dout is None else dout
-        reuse = functional._claim(ctx, dout)
+        reuse = _autograd._claim(ctx, dout)
         try:
             found = _run_backward(ctx.spec, given, wanted, dout, dlosses, saved, reuse)
         finally:
-            with functional._claims:
+            with _autograd._claims:
                 ctx.readers -= 1
         return None, *[found.get(name) for name in _NAMES]
-
-
-def _fields(activation: str | Gate, layout: str, chunks: int, **more: Any) -> tuple[tuple[str, Any], ...]:
-    gate = activation._asdict() if isinstance(activation, Gate) else dict(activation=activation)
-    code = native.ACTIVATIONS[gate.pop("activation")]
-    return tuple((dict(activation=code, layout=native.LAYOUTS[layout], chunks=chunks) | gate | more).items())
 
 
 def _call(spec: _Spec, given: dict[str, Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -256,10 +240,6 @@ def _call(spec: _Spec, given: dict[str, Tensor | None]) -> tuple[Tensor | None, 
     return out, losses, counts
 
 
-def _gradient_type(x: Tensor) -> int:
-    return TYPE_CODES[x.dtype]
-
-
 @torch.compiler.disable
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
@@ -267,33 +247,33 @@ def experts(
 ) -> Tensor:  # fmt: skip
     """smoe.experts with LoRA; the arguments but `lora` are checked."""
     a1, lb1, a2, lb2 = factors("smoe.experts", lora, x, w1, w2, layout)
-    spec = _Spec(_fields(activation, layout, chunks, entry=native.ENTRIES["from_topk"], gradient_type=_gradient_type(x)))
+    record = functional.layer_record(
+        "smoe.experts", x, w2, None, activation=activation, layout=layout, chunks=chunks, entry="from_topk",
+        topk=ids.shape[1], index_type=TYPE_CODES[ids.dtype], **_ranks(a1, a2),
+    )  # fmt: skip
     given = dict(
         x=x, topk_ids=ids, topk_weights=weights.float(), w1=w1, b1=b1, w2=w2, b2=b2, lora_a1=a1, lora_b1=lb1, lora_a2=a2,
         lora_b2=lb2,
     )  # fmt: skip
-    return _call(spec, given)[0]
+    return _call(_Spec(record), given)[0]
 
 
 @torch.compiler.disable
 def moe(
     x: Tensor, logits: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, lora: LoRA | Sequence[LoRA], *,
-    top_k: int, selection_bias: Tensor | None, token_mask: Tensor | None = None, step: int = 0, losses: bool = False,
-    counts: bool = False, activation: str | Gate = "swiglu", layout: str = "concatenated", score: str = "softmax_topk",
-    norm_topk_prob: bool = False, n_group: int = 1, topk_group: int = 1, routed_scaling_factor: float = 1.0,
-    rounding: str = "none", tile: int = 128, seed: int = 0, balance_coefficient: float = 0.0, z_coefficient: float = 0.0,
-    chunks: int = 1, **_: Any,
+    selection_bias: Tensor | None, token_mask: Tensor | None = None, step: int = 0, losses: bool = False,
+    counts: bool = False, activation: str | Gate = "swiglu", layout: str = "concatenated", balance_coefficient: float = 0.0,
+    z_coefficient: float = 0.0, **options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """smoe.moe with given logits and LoRA: out, losses, counts. For smoe.MoE, which has checked the options."""
     x, w1, b1, w2, b2 = functional._autocast(x, w1, b1, w2, b2)
     a1, lb1, a2, lb2 = factors("smoe.MoE", lora, x, w1, w2, layout)
-    fields = _fields(
-        activation, layout, chunks, entry=native.ENTRIES["from_logits"], gradient_type=_gradient_type(x), topk=top_k,
-        logits_type=TYPE_CODES[logits.dtype], score=native.SCORES[score], renormalize=int(norm_topk_prob), groups=n_group,
-        groups_kept=topk_group, route_scale=routed_scaling_factor, rounding=native.ROUNDINGS[rounding], tile=tile, seed=seed,
+    record = functional.layer_record(
+        "smoe.MoE", x, w2, None, activation=activation, layout=layout, logits_type=TYPE_CODES[logits.dtype], **_ranks(a1, a2),
+        **{name: value for name, value in options.items() if name in OPTIONS},
     )  # fmt: skip
     given = dict(
         x=x, logits=logits, selection_bias=None if selection_bias is None else selection_bias.detach().float(),
         token_mask=token_mask, w1=w1, b1=b1, w2=w2, b2=b2, lora_a1=a1, lora_b1=lb1, lora_a2=a2, lora_b2=lb2,
     )  # fmt: skip
-    return _call(_Spec(fields, step, balance_coefficient, z_coefficient, losses, counts), given)
+    return _call(_Spec(record, step, balance_coefficient, z_coefficient, losses, counts), given)

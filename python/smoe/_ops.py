@@ -5,11 +5,11 @@ pools of CUDA graphs own them. The operators only enqueue on the current stream 
 smoe/functional.py has checked; a tensor that is not contiguous or not aligned to 16 bytes is copied.
 
 Operators return a list that leaves out what is not wanted: forward [out], then `saved` when something is differentiated;
-backward the gradients of the bits in `needs`, in the order of NEEDS. `options` is the string of
-smoe/_layout.py. Sizes are bounds affine in the number of tokens, the same in the fake kernels and in the real ones.
+backward the gradients of the bits in `needs`, in the order of NEEDS. Their last arguments are the numbers of the layer's record
+(smoe/_record.py). Sizes are bounds affine in the number of tokens, the same in the fake kernels and in the real ones.
 
 The functions behind the operators, `forward`, `moe_forward` and `backward`, take a Call, which holds what follows from
-options, shapes and dtypes alone. smoe/functional.py calls them directly where nothing observes the dispatcher. They call
+record and number of tokens. smoe/_autograd.py calls them directly where nothing observes the dispatcher. They call
 few Python functions on purpose: a small layer is bound by the host, and a function called between PyTorch's own code
 costs about 0.4 us.
 """
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from . import _checks, native
-from ._context import TYPE_CODES, Context, Description, context_of
+from ._context import DTYPES, Context, Description, context_of
 from ._context import pack_backward, pack_forward, pack_moe_backward, pack_moe_forward
-from ._layout import Options, parse
+from ._record import SCHEMA, Record, bounds, layer as layer_of
 
 # Bits of `needs`, in the order in which a backward returns gradients: of x, w1, b1, w2, b2, of the routing (the top-k
 # weights, the row weights or the logits), of the router's weight and of its bias.
@@ -50,63 +50,62 @@ def _readable(tensor: Tensor | None, align: int = _ALIGN) -> Tensor | None:
 
 
 class Call:
-    """An entry with its options at given shapes and dtypes: what a call needs besides its tensors, worked out once."""
+    """A layer at one number of tokens: what a call needs besides its tensors, worked out once."""
 
     __slots__ = (
-        "entry", "options", "tokens", "topk", "w2", "dtype", "index", "gradient_dtype", "logits_dtype", "training",
-        "reusing", "inference",
+        "record", "tokens", "from_logits", "from_rows", "gradient_dtype", "logits_dtype", "saved_bytes", "reads_logits",
+        "training", "reusing", "inference",
     )  # fmt: skip
 
-    def __init__(self, entry: str, options: str, x: Tensor, topk: int, w2: Tensor, index: torch.dtype) -> None:
-        self.entry, self.options, self.topk, self.index = entry, parse(options), topk, index
-        self.tokens, self.w2, self.dtype = x.shape[0], tuple(w2.shape), x.dtype
-        self.gradient_dtype = _gradient_dtype(self.options, x)
-        self.logits_dtype = _logits_dtype(self.options) if entry == "from_logits" else None
+    def __init__(self, record: Record, tokens: int) -> None:
+        layer, known = layer_of(tokens, record), bounds(record)
+        self.record, self.tokens = record, tokens
+        self.from_logits = layer.entry == native.ENTRIES["from_logits"]
+        self.from_rows = layer.entry == native.ENTRIES["from_rows"]
+        self.gradient_dtype, self.logits_dtype, _ = _results_of(record)
+        self.saved_bytes, self.reads_logits = known.saved(tokens), known.reads_logits
         self.training: dict[Context, Description] = {}
         self.reusing: dict[Context, Description] = {}  # of a backward that overwrites H in `saved` with dH
         self.inference: dict[Context, Description] = {}
 
-    def saved_bytes(self) -> int:
-        return self.options.saved_bytes(self.entry, self.tokens, self.topk, self.w2, self.dtype.itemsize)
-
     def describe(self, context: Context, save: bool, reuse: bool = False) -> Description:
         """Makes the Description for this context and stores it in `training`, `reusing` or `inference`."""
-        codes = TYPE_CODES[self.dtype], TYPE_CODES[self.index]
-        layer = self.options.layer(self.entry, self.tokens, self.topk, self.w2, *codes, save)
-        layer.reuse_saved = reuse
-        dx_rows = self.tokens * self.topk * self.w2[1] * self.dtype.itemsize  # bytes of dX~: H columns for each row
+        layer = layer_of(self.tokens, self.record, inference=not save, reuse_saved=reuse)
+        dx_rows = self.tokens * layer.topk * layer.hidden * DTYPES[layer.dtype].itemsize  # bytes of dX~
         if reuse and dx_rows > _LARGE:
             layer.chunks = max(layer.chunks, 2)
-        made = context.describe(layer, self.saved_bytes() if save else 0)
+        made = context.describe(layer, self.saved_bytes if save else 0)
         (self.reusing if reuse else self.training if save else self.inference)[context] = made
         return made
 
 
-_calls: dict[tuple, Call] = {}
+_calls: dict[tuple[Record, int], Call] = {}
 _KEPT_CALLS = 4096  # if there are more, all are dropped, to bound memory
 
 
-def call_of(entry: str, options: str, x: Tensor, topk: int, w2: Tensor, index: torch.dtype = torch.int32) -> Call:
-    """`index` is the type of the ids or offsets."""
-    key = (entry, options, x.shape[0], topk, w2.shape, x.dtype, index)
-    call = _calls.get(key)
+def call_of(record: Record, tokens: int) -> Call:
+    call = _calls.get((record, tokens))
     if call is None:
         if len(_calls) >= _KEPT_CALLS:
             _calls.clear()
-        call = _calls[key] = Call(entry, options, x, topk, w2, index)
+        call = _calls[record, tokens] = Call(record, tokens)
     return call
 
 
-_FUNCTIONS = {"from_topk": "smoe.experts", "from_rows": "smoe.experts_rows", "from_logits": "smoe.moe"}
-_ROUTING = {"from_topk": ("x", "ids", "weights"), "from_rows": ("rows", "offsets", "row_weights")}
+def _results_of(record: Record) -> tuple[torch.dtype, torch.dtype | None, int]:
+    """The dtypes of the weights' gradients and of the logits, None for a layer without logits; the router's experts."""
+    layer = layer_of(1, record)
+    routed = layer.entry == native.ENTRIES["from_logits"]
+    return DTYPES[layer.gradient_type], DTYPES[layer.logits_type] if routed else None, layer.experts
 
 
 def _refuse(call: Call, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
     """Raises the error for a tensor without an address, such as a sparse one. The kept signatures of calls have no
     layout, because to ask every tensor for it costs time."""
+    function = "smoe.moe" if call.from_logits else "smoe.experts_rows" if call.from_rows else "smoe.experts"
     for name, tensor in zip(names, tensors):
         if tensor is not None:
-            _checks.tensor(_FUNCTIONS[call.entry], name, tensor)
+            _checks.tensor(function, name, tensor)
 
 
 def _given(*tensors: Tensor | None) -> list[Tensor]:
@@ -127,7 +126,8 @@ def forward(
         b1_at = 0 if b1 is None else b1.data_ptr()
         b2_at = 0 if b2 is None else b2.data_ptr()
     except RuntimeError:
-        _refuse(call, (*_ROUTING[call.entry], "w1", "b1", "w2", "b2"), (x, routing, weights, w1, b1, w2, b2))
+        names = ("rows", "offsets", "row_weights") if call.from_rows else ("x", "ids", "weights")
+        _refuse(call, (*names, "w1", "b1", "w2", "b2"), (x, routing, weights, w1, b1, w2, b2))
         raise
     if (
         (x_at | routing_at | weights_at | w1_at | b1_at | w2_at | b2_at) % _ALIGN
@@ -137,13 +137,13 @@ def forward(
         return forward(call, save, *[_readable(t) for t in (x, routing, weights, w1, b1, w2, b2)])
     out = torch.empty_like(x)
     if call.tokens == 0:
-        return out, _buffer(call.saved_bytes(), x) if save else None
+        return out, _buffer(call.saved_bytes, x) if save else None
     context = context_of(x)
     layer = (call.training if save else call.inference).get(context) or call.describe(context, save)
     saved = context.new_bytes(layer.saved) if save else None
     scratch = context.new_bytes(layer.scratch_forward)
     ids_at, ids_weights_at, offsets_at, row_weights_at = (
-        (0, 0, routing_at, weights_at) if call.entry == "from_rows" else (routing_at, weights_at, 0, 0)
+        (0, 0, routing_at, weights_at) if call.from_rows else (routing_at, weights_at, 0, 0)
     )
     context.forward(layer.address, pack_forward(
         x_at, ids_at, ids_weights_at, offsets_at, row_weights_at, w1_at, b1_at, w2_at, b2_at,
@@ -152,37 +152,31 @@ def forward(
     return out, saved
 
 
-def reads_logits(options: str) -> bool:
-    """Whether the backward of a layer from logits reads the logits. For code that may be traced."""
-    return parse(options).reads_logits
-
-
-# This is all that torch.compiler.assume_constant_result does, besides an import of torch._dynamo, which takes 2 s.
-reads_logits._dynamo_marked_constant = True
-
-
-def _logits_dtype(options: Options) -> torch.dtype:
-    return torch.bfloat16 if options.bf16_logits else torch.float32
-
-
-def _moe_outputs(x: Tensor, router_weight: Tensor | None, experts: int, options: Options) -> tuple[Tensor | None, ...]:
+def _outputs(
+    x: Tensor, router_weight: Tensor | None, experts: int, logits_dtype: torch.dtype, wants_losses: bool, wants_counts: bool
+) -> tuple[Tensor | None, ...]:
     """logits, losses, counts: new tensors for those that the call computes."""
     logits = losses = counts = None
     if router_weight is not None:
-        logits = torch.empty(x.shape[0], experts, dtype=_logits_dtype(options), device=x.device)
-    if options.losses:
+        logits = torch.empty(x.shape[0], experts, dtype=logits_dtype, device=x.device)
+    if wants_losses:
         losses = torch.empty(2, dtype=torch.float32, device=x.device)
-    if options.counts:
+    if wants_counts:
         counts = torch.empty(experts, dtype=torch.int32, device=x.device)
     return logits, losses, counts
+
+
+def moe_outputs(x: Tensor, router_weight: Tensor | None, losses: bool, counts: bool, record: Record) -> tuple[Tensor | None, ...]:
+    _, logits_dtype, experts = _results_of(record)
+    return _outputs(x, router_weight, experts, logits_dtype, losses, counts)
 
 
 def moe_forward(
     call: Call, save: bool, x: Tensor, router_weight: Tensor | None, router_bias: Tensor | None, given_logits: Tensor | None,
     selection_bias: Tensor | None, token_mask: Tensor | None, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
-    step: int,
+    step: int, wants_losses: bool, wants_counts: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """out, saved with `save`, logits with router_weight, losses and counts with those options."""
+    """out, saved with `save`, logits with router_weight, losses and counts if wanted."""
     given = (x, router_weight, router_bias, given_logits, selection_bias, token_mask, w1, b1, w2, b2)
     at, bits = [], 0
     try:
@@ -195,13 +189,13 @@ def moe_forward(
         _refuse(call, names, given)
         raise
     if bits % _ALIGN:
-        return moe_forward(call, save, *[_readable(tensor) for tensor in given], step)
+        return moe_forward(call, save, *[_readable(tensor) for tensor in given], step, wants_losses, wants_counts)
     out = torch.empty_like(x)
-    logits, losses, counts = _moe_outputs(x, router_weight, w2.shape[0], call.options)
+    logits, losses, counts = _outputs(x, router_weight, w2.shape[0], call.logits_dtype, wants_losses, wants_counts)
     if call.tokens == 0:
         for empty in _given(losses, counts):
             empty.zero_()
-        return out, _buffer(call.saved_bytes(), x) if save else None, logits, losses, counts
+        return out, _buffer(call.saved_bytes, x) if save else None, logits, losses, counts
     context = context_of(x)
     layer = (call.training if save else call.inference).get(context) or call.describe(context, save)
     saved = context.new_bytes(layer.saved) if save else None
@@ -221,10 +215,6 @@ def moe_forward(
 
 
 # ---- backward ----
-
-
-def _gradient_dtype(options: Options, x: Tensor) -> torch.dtype:
-    return torch.float32 if options.f32_gradients else x.dtype
 
 
 def _gradients(
@@ -263,7 +253,7 @@ def _gradients(
 def backward(
     call: Call, wanted: tuple[bool, ...], reuse: bool, dout: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b2: Tensor | None,
     saved: Tensor, ids: Tensor | None = None, router_weight: Tensor | None = None, logits: Tensor | None = None,
-    dlosses: Tensor | None = None, token_mask: Tensor | None = None,
+    dlosses: Tensor | None = None, token_mask: Tensor | None = None, balance: float = 0.0, z: float = 0.0,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients in the order of the bits, None where `wanted` is false. Hooks on saved tensors may have brought
     anything that was saved back at another address and alignment. With `reuse` no later call reads `saved`, and dH
@@ -291,7 +281,8 @@ def backward(
             _readable(t) for t in (dout, x, w1, w2, b2, ids, router_weight, logits, dlosses, token_mask)
         ]
         saved = _readable(saved, _BUFFER_ALIGN)
-        return backward(call, wanted, reuse, dout, x, w1, w2, b2, saved, ids, router_weight, logits, dlosses, token_mask)
+        given = dout, x, w1, w2, b2, saved, ids, router_weight, logits, dlosses, token_mask
+        return backward(call, wanted, reuse, *given, balance, z)
     made = _gradients(wanted, call.gradient_dtype, x, w1, w2, ids, call.logits_dtype)
     if call.tokens == 0:
         for gradient in _given(*made):
@@ -307,17 +298,17 @@ def backward(
     db1_at = 0 if db1 is None else db1.data_ptr()
     db2_at = 0 if db2 is None else db2.data_ptr()
     drouting_at = 0 if drouting is None else drouting.data_ptr()
-    if call.entry == "from_logits":
+    if call.from_logits:
         drouter_weight_at = 0 if drouter_weight is None else drouter_weight.data_ptr()
         drouter_bias_at = 0 if drouter_bias is None else drouter_bias.data_ptr()
         context.backward(layer.address, pack_moe_backward(
             x_at, router_at, logits_at, w1_at, w2_at, b2_at, saved_at, saved.numel(), dout_at,
-            call.options.balance_coefficient, call.options.z_coefficient, dx_at, dw1_at, dw2_at, db1_at, db2_at,
+            balance, z, dx_at, dw1_at, dw2_at, db1_at, db2_at,
             drouter_weight_at, drouter_bias_at, drouting_at, scratch.data_ptr(), layer.scratch_backward, dlosses_at,
             mask_at,
         ))  # fmt: skip
     else:
-        dweights_at, drow_weights_at = (0, drouting_at) if call.entry == "from_rows" else (drouting_at, 0)
+        dweights_at, drow_weights_at = (0, drouting_at) if call.from_rows else (drouting_at, 0)
         context.backward(layer.address, pack_backward(
             x_at, ids_at, w1_at, w2_at, b2_at, saved_at, saved.numel(), dout_at, dx_at, dw1_at, dw2_at, db1_at, db2_at,
             dweights_at, drow_weights_at, scratch.data_ptr(), layer.scratch_backward,
@@ -331,8 +322,9 @@ def backward(
 @functools.lru_cache(maxsize=64)
 def _bias_layer(experts: int) -> native.Layer:
     """Every size but the number of experts is arbitrary."""
-    codes = TYPE_CODES[torch.bfloat16], TYPE_CODES[torch.int32]
-    return parse("swiglu concatenated 1 0 sigmoid").layer("from_logits", 1, 1, (experts, 64, 64), *codes, False)
+    return native.Layer(
+        tokens=1, hidden=64, intermediate=64, experts=experts, topk=1, score=native.SCORES["sigmoid"], inference=1
+    )
 
 
 def update_selection_bias(bias: Tensor, counts: Tensor, gamma: float) -> None:
@@ -344,9 +336,8 @@ def update_selection_bias(bias: Tensor, counts: Tensor, gamma: float) -> None:
 # ---- fake kernels: shapes and dtypes alone, the number of tokens may be symbolic ----
 
 
-def _fake_saved(entry: str, options: str, x: Tensor, topk: int, w2: Tensor) -> Tensor:
-    size = parse(options).saved_bytes(entry, x.shape[0], topk, tuple(w2.shape), x.element_size())
-    return torch.empty(size, dtype=torch.uint8, device=x.device)
+def _fake_saved(record: Record, x: Tensor) -> Tensor:
+    return torch.empty(bounds(record).saved(x.shape[0]), dtype=torch.uint8, device=x.device)
 
 
 def _fake_out(x: Tensor) -> Tensor:
@@ -358,73 +349,61 @@ def _wanted(needs: int) -> tuple[bool, ...]:
     return tuple([bool(needs & bit) for bit in NEEDS])
 
 
-def _fake_gradients(needs, options, x, w1, w2, ids=None, logits_dtype=None, experts=None):
+def _fake_gradients(needs, record, x, w1, w2, ids=None):
     x, w1, w2, ids = [None if tensor is None else tensor.contiguous() for tensor in (x, w1, w2, ids)]
-    return _given(*_gradients(_wanted(needs), _gradient_dtype(options, x), x, w1, w2, ids, logits_dtype, experts))
+    gradient_dtype, *routed = _results_of(record)
+    return _given(*_gradients(_wanted(needs), gradient_dtype, x, w1, w2, ids, *routed))
 
 
-def _fake_experts_forward(x, ids, weights, w1, b1, w2, b2, options, save):
-    return [_fake_out(x)] + ([_fake_saved("from_topk", options, x, ids.shape[1], w2)] if save else [])
+def _fake_forward(x, routing, weights, w1, b1, w2, b2, save, *record):
+    return [_fake_out(x)] + ([_fake_saved(record, x)] if save else [])
 
 
-def _fake_experts_backward(dout, x, ids, w1, w2, b2, saved, options, needs):
-    return _fake_gradients(needs, parse(options), x, w1, w2, ids)
+def _fake_experts_backward(dout, x, ids, w1, w2, b2, saved, needs, *record):
+    return _fake_gradients(needs, record, x, w1, w2, ids)
 
 
-def _fake_rows_forward(rows, offsets, row_weights, w1, b1, w2, b2, options, save):
-    return [_fake_out(rows)] + ([_fake_saved("from_rows", options, rows, 1, w2)] if save else [])
-
-
-def _fake_rows_backward(dout, rows, w1, w2, b2, saved, options, needs):
-    return _fake_gradients(needs, parse(options), rows, w1, w2)
+def _fake_rows_backward(dout, rows, w1, w2, b2, saved, needs, *record):
+    return _fake_gradients(needs, record, rows, w1, w2)
 
 
 def _fake_moe_forward(
-    x, router_weight, router_bias, given_logits, selection_bias, token_mask, w1, b1, w2, b2, topk, options, step, save
+    x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2, step, losses, counts, save, *record
 ):
-    saved = _fake_saved("from_logits", options, x, topk, w2) if save else None
-    return _given(_fake_out(x), saved, *_moe_outputs(x, router_weight, w2.shape[0], parse(options)))
+    return _given(_fake_out(x), _fake_saved(record, x) if save else None, *moe_outputs(x, router_weight, losses, counts, record))
 
 
-def _fake_moe_backward(dout, x, router_weight, logits, dlosses, token_mask, w1, w2, b2, saved, topk, options, needs):
-    parsed = parse(options)
-    return _fake_gradients(needs, parsed, x, w1, w2, logits_dtype=_logits_dtype(parsed))
+def _fake_moe_backward(dout, x, router_weight, logits, dlosses, token_mask, w1, w2, b2, saved, balance, z, needs, *record):
+    return _fake_gradients(needs, record, x, w1, w2)
 
 
 # ---- the operators ----
 
 
-def _op_experts_forward(x, ids, weights, w1, b1, w2, b2, options, save):
-    call = call_of("from_topk", options, x, ids.shape[1], w2, ids.dtype)
-    return _given(*forward(call, save, x, ids, weights, *[_readable(t) for t in (w1, b1, w2, b2)]))
+def _op_forward(x, routing, weights, w1, b1, w2, b2, save, *record):
+    return _given(*forward(call_of(record, x.shape[0]), save, x, routing, weights, *map(_readable, (w1, b1, w2, b2))))
 
 
-def _op_experts_backward(dout, x, ids, w1, w2, b2, saved, options, needs):
-    call = call_of("from_topk", options, x, ids.shape[1], w2, ids.dtype)
+def _op_experts_backward(dout, x, ids, w1, w2, b2, saved, needs, *record):
+    call = call_of(record, x.shape[0])
     return _given(*backward(call, _wanted(needs), False, dout, x, w1, w2, b2, saved, ids))
 
 
-def _op_rows_forward(rows, offsets, row_weights, w1, b1, w2, b2, options, save):
-    call = call_of("from_rows", options, rows, 1, w2, offsets.dtype)
-    return _given(*forward(call, save, rows, offsets, row_weights, *[_readable(t) for t in (w1, b1, w2, b2)]))
-
-
-def _op_rows_backward(dout, rows, w1, w2, b2, saved, options, needs):
-    call = call_of("from_rows", options, rows, 1, w2)
+def _op_rows_backward(dout, rows, w1, w2, b2, saved, needs, *record):
+    call = call_of(record, rows.shape[0])
     return _given(*backward(call, _wanted(needs), False, dout, rows, w1, w2, b2, saved))
 
 
 def _op_moe_forward(
-    x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2, topk, options, step, save
+    x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2, step, losses, counts, save, *record
 ):
     given = (x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2)
-    return _given(*moe_forward(call_of("from_logits", options, x, topk, w2), save, *given, step))
+    return _given(*moe_forward(call_of(record, x.shape[0]), save, *given, step, losses, counts))
 
 
-def _op_moe_backward(dout, x, router_weight, logits, dlosses, token_mask, w1, w2, b2, saved, topk, options, needs):
-    call = call_of("from_logits", options, x, topk, w2)
+def _op_moe_backward(dout, x, router_weight, logits, dlosses, token_mask, w1, w2, b2, saved, balance, z, needs, *record):
     given = dout, x, w1, w2, b2, saved, None, router_weight, logits, dlosses, token_mask
-    return _given(*backward(call, _wanted(needs), False, *given))
+    return _given(*backward(call_of(record, x.shape[0]), _wanted(needs), False, *given, balance, z))
 
 
 # ---- registration ----
@@ -432,27 +411,30 @@ def _op_moe_backward(dout, x, router_weight, logits, dlosses, token_mask, w1, w2
 _EXPERTS = "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2"
 _KEPT = "Tensor w1, Tensor w2, Tensor? b2, Tensor saved"  # what a backward reads besides its own
 _OPERATORS = {
-    f"experts_forward(Tensor x, Tensor ids, Tensor weights, {_EXPERTS}, str options, bool save) -> Tensor[]": (
-        _op_experts_forward, _fake_experts_forward),
-    f"experts_backward(Tensor dout, Tensor x, Tensor ids, {_KEPT}, str options, int needs) -> Tensor[]": (
-        _op_experts_backward, _fake_experts_backward),
-    f"rows_forward(Tensor rows, Tensor offsets, Tensor? row_weights, {_EXPERTS}, str options, bool save) -> Tensor[]": (
-        _op_rows_forward, _fake_rows_forward),
-    f"rows_backward(Tensor dout, Tensor rows, {_KEPT}, str options, int needs) -> Tensor[]": (
-        _op_rows_backward, _fake_rows_backward),
-    f"moe_forward(Tensor x, Tensor? router_weight, Tensor? router_bias, Tensor? logits, Tensor? selection_bias, "
-    f"Tensor? token_mask, {_EXPERTS}, int topk, str options, SymInt step, bool save) -> Tensor[]": (_op_moe_forward, _fake_moe_forward),
+    f"experts_forward(Tensor x, Tensor ids, Tensor weights, {_EXPERTS}, bool save": (_op_forward, _fake_forward),
+    f"experts_backward(Tensor dout, Tensor x, Tensor ids, {_KEPT}, int needs": (_op_experts_backward, _fake_experts_backward),
+    f"rows_forward(Tensor rows, Tensor offsets, Tensor? row_weights, {_EXPERTS}, bool save": (_op_forward, _fake_forward),
+    f"rows_backward(Tensor dout, Tensor rows, {_KEPT}, int needs": (_op_rows_backward, _fake_rows_backward),
+    "moe_forward(Tensor x, Tensor? router_weight, Tensor? router_bias, Tensor? logits, Tensor? selection_bias, "
+    f"Tensor? token_mask, {_EXPERTS}, SymInt step, bool losses, bool counts, bool save": (_op_moe_forward, _fake_moe_forward),
     f"moe_backward(Tensor dout, Tensor x, Tensor? router_weight, Tensor? logits, Tensor? dlosses, Tensor? token_mask, {_KEPT}, "
-    "int topk, str options, int needs) -> Tensor[]": (_op_moe_backward, _fake_moe_backward),
+    "float balance_coefficient, float z_coefficient, int needs": (_op_moe_backward, _fake_moe_backward),
 }  # fmt: skip
+
+
+def define(schema: str, real, fake, devices: tuple[str, ...] = ("CPU", "CUDA")) -> None:
+    """Defines an operator. `schema` has no record and no result: every operator takes the one, and returns a list."""
+    name = schema.split("(")[0]
+    _library.define(f"{schema}, {SCHEMA}) -> Tensor[]", tags=(torch.Tag.needs_fixed_stride_order,))
+    for device in devices:
+        _library.impl(name, real, device)
+    torch.library.register_fake(f"smoe::{name}", fake, lib=_library)
+
+
 _library = torch.library.Library("smoe", "DEF")
 _library.define("update_selection_bias(Tensor(a!) bias, Tensor counts, float gamma) -> ()")
 for _key in ("CPU", "CUDA"):
     _library.impl("update_selection_bias", update_selection_bias, _key)
 torch.library.register_fake("smoe::update_selection_bias", lambda bias, counts, gamma: None, lib=_library)
 for _schema, (_real, _fake) in _OPERATORS.items():
-    _name = _schema.split("(")[0]
-    _library.define(_schema, tags=(torch.Tag.needs_fixed_stride_order,))
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _real, _key)
-    torch.library.register_fake(f"smoe::{_name}", _fake, lib=_library)
+    define(_schema, _real, _fake)

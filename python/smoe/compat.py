@@ -47,10 +47,10 @@ def moe_TC_softmax_topk_layer(
     function = "smoe.compat.moe_TC_softmax_topk_layer"
     logits = F.linear(x, router_w)
     found = functional.moe(
-        x, None, _expert_major(function, "w1", w1), _expert_major(function, "w2", w2), top_k=K, b1=b1, b2=b2,
+        x, None, _expert_major(function, "w1", w1), _expert_major(function, "w2", w2), topk=K, b1=b1, b2=b2,
         logits=logits if logits.dtype == torch.bfloat16 else logits.float(), activation=_activation(activation_type),
         layout=_layout(concat_layout), score="topk_softmax" if is_softmax_over_topk else "softmax_topk",
-        norm_topk_prob=norm_topk_probs and not is_softmax_over_topk, counts=True,
+        renormalize=norm_topk_probs and not is_softmax_over_topk, counts=True,
     )  # fmt: skip
     return found.out, logits, found.counts
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _activation, native
-from ._activation import Gate
-from ._layout import parse
+from . import native
+from ._activation import Gate, fields_of
+from ._record import Record, bounds, layer as layer_of, options_of, record as record_of
 
 if jax.__version_info__ < (0, 8, 1):
     raise ImportError(
@@ -66,15 +66,20 @@ def _backend() -> str:
 class _Problem(NamedTuple):
     """The static part of a call."""
 
-    entry: str
-    options: str
-    topk: int
+    record: Record
     step: int = 0
+    balance_coefficient: float = 0.0
+    z_coefficient: float = 0.0
+    losses: bool = False
 
-    def layer(self, x, w2, index_dtype, save: bool) -> native.Layer:
-        dtype = native.TYPES[_TYPES[x.dtype.name]]
-        index = native.TYPES[_TYPES[index_dtype.name]]
-        return parse(self.options).layer(self.entry, x.shape[0], self.topk, w2.shape, dtype, index, save)
+    @property
+    def routed(self) -> bool:
+        return layer_of(1, self.record).entry == native.ENTRIES["from_logits"]
+
+    @property
+    def reads_logits(self) -> bool:
+        losses = self.losses or self.balance_coefficient != 0 or self.z_coefficient != 0
+        return self.routed and (losses or bounds(self.record).reads_logits)
 
 
 def _axes(array) -> frozenset[str]:
@@ -118,27 +123,19 @@ def _sizes(backend: str, layer: native.Layer) -> native.Sizes:
     return native.query_sizes(_context(backend), layer)
 
 
-def _index_dtype(operands: dict):
-    for field in ("topk_ids", "offsets"):
-        if operands.get(field) is not None:
-            return operands[field].dtype
-    return np.dtype(np.int32)
-
-
 def _forward(problem: _Problem, operands: dict, save: bool) -> dict:
     """A dict with `out` and `scratch`; with `save` also `saved`; with a router also `logits` and, if wanted,
     `losses`."""
     _register()
     x, w2, backend = operands["x"], operands["w2"], _backend()
-    layer = problem.layer(x, w2, _index_dtype(operands), save)
-    sizes, options = _sizes(backend, layer), parse(problem.options)
-    routed = problem.entry == "from_logits"
+    layer = layer_of(x.shape[0], problem.record, inference=not save)
+    sizes = _sizes(backend, layer)
     results = dict(
         out=(x.shape, x.dtype),
         saved=((sizes.saved_buffer_bytes,), jnp.uint8) if save else None,
         scratch=((sizes.scratch_forward_bytes,), jnp.uint8),
-        logits=((x.shape[0], w2.shape[0]), jnp.float32) if routed else None,
-        losses=((2,), jnp.float32) if routed and options.losses else None,
+        logits=((x.shape[0], w2.shape[0]), jnp.float32) if problem.routed else None,
+        losses=((2,), jnp.float32) if problem.losses else None,
     )
     return _call("forward", backend, layer, native.ForwardArgs, dict(step=problem.step), operands, results)
 
@@ -149,8 +146,8 @@ _GRADIENTS |= {"drouter_bias": "router_bias", "dtopk_weights": "topk_weights", "
 
 def _backward(problem: _Problem, operands: dict, saved, logits, dout, dlosses) -> dict:
     """The gradients, each under the name of its operand. `dlosses` is the gradient of the losses, or None."""
-    x, backend, options = operands["x"], _backend(), parse(problem.options)
-    layer = problem.layer(x, operands["w2"], _index_dtype(operands), True)
+    x, backend = operands["x"], _backend()
+    layer = layer_of(x.shape[0], problem.record)
     results = {
         gradient: (operands[name].shape, operands[name].dtype)
         for gradient, name in _GRADIENTS.items()
@@ -159,7 +156,7 @@ def _backward(problem: _Problem, operands: dict, saved, logits, dout, dlosses) -
     read = {name: operands.get(name) for name in ("x", "router_weight", "topk_ids", "token_mask", "w1", "w2", "b2")}
     given = read | dict(logits=logits, saved=saved, dout=dout.astype(x.dtype), loss_gradients=dlosses)
     results["scratch"] = ((_sizes(backend, layer).scratch_backward_bytes,), jnp.uint8)
-    scalars = dict(balance_coefficient=options.balance_coefficient, z_coefficient=options.z_coefficient)
+    scalars = dict(balance_coefficient=problem.balance_coefficient, z_coefficient=problem.z_coefficient)
     found = _call("backward", backend, layer, native.BackwardArgs, scalars, given, results)
     return {name: found.get(gradient) for gradient, name in _GRADIENTS.items()}
 
@@ -173,7 +170,7 @@ def _run_same_axes(problem: _Problem, operands: dict):
 
 def _run_forward(problem: _Problem, operands: dict):
     found = _forward(problem, operands, save=True)
-    logits = found.get("logits") if parse(problem.options).reads_logits else None
+    logits = found.get("logits") if problem.reads_logits else None
     return (found["out"], found.get("losses")), (operands, found["saved"], logits)
 
 
@@ -194,11 +191,6 @@ def _run(problem: _Problem, operands: dict):
     return _run_same_axes(problem, marked)
 
 
-def _choice(function: str, name: str, value, allowed) -> None:
-    if value not in allowed:
-        raise ValueError(f"{function}: {name} is {value!r}; expected one of {', '.join(allowed)}")
-
-
 def _expect(function: str, name: str, value, shape: tuple, dtypes: tuple[str, ...]) -> None:
     """Checks an array's shape and dtype. The library gets only its address, so with another shape or dtype it would
     access memory past the array's end."""
@@ -208,10 +200,9 @@ def _expect(function: str, name: str, value, shape: tuple, dtypes: tuple[str, ..
         raise TypeError(f"{function}: {name} has dtype {value.dtype}; expected {' or '.join(dtypes)}")
 
 
-def _operands(function: str, x, w1, w2, b1, b2, activation: str | Gate, layout: str) -> dict:
+def _operands(function: str, x, w1, w2, b1, b2, activation: str | Gate) -> dict:
     """Checks the operands that all functions share, and returns them as arrays."""
-    _activation.check(function, activation)
-    _choice(function, "layout", layout, native.LAYOUTS)
+    fields_of(function, activation)
     operands = dict(x=x, w1=w1, w2=w2, b1=b1, b2=b2)
     operands = {name: None if value is None else jnp.asarray(value) for name, value in operands.items()}
     x, w2 = operands["x"], operands["w2"]
@@ -229,18 +220,28 @@ def _operands(function: str, x, w1, w2, b1, b2, activation: str | Gate, layout: 
     return operands
 
 
+def _record(function: str, operands: dict, index_dtype=np.dtype(np.int32), **options) -> Record:
+    code = native.TYPES[_TYPES[operands["x"].dtype.name]]
+    count, hidden, intermediate = operands["w2"].shape
+    return record_of(
+        function, hidden=hidden, intermediate=intermediate, experts=count, dtype=code, gradient_type=code,
+        index_type=_TYPES[index_dtype.name], **options,
+    )  # fmt: skip
+
+
 def experts(
     x, ids, weights, w1, w2, *, b1=None, b2=None, activation="swiglu", layout="concatenated", chunks=1
 ) -> jax.Array:
     """out[t] = sum over k of weights[t, k] expert[ids[t, k]](x[t]); x (T, H), ids (T, K) int32 or int64, weights (T, K),
     w1 (E, 2I or I, H), w2 (E, H, I), b1 (E, 2I or I), b2 (E, H)."""
     function = "smoe.jax.experts"
-    operands = _operands(function, x, w1, w2, b1, b2, activation, layout)
+    operands = _operands(function, x, w1, w2, b1, b2, activation)
     x, ids, weights = operands["x"], jnp.asarray(ids), jnp.asarray(weights, jnp.float32)
     if ids.ndim != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
         raise ValueError(f"{function}: ids has shape {ids.shape} and weights {weights.shape}; expected (T, K) of both")
     _expect(function, "ids", ids, ids.shape, _INDEX_DTYPES)
-    problem = _Problem("from_topk", f"{_activation.word(activation)} {layout} {chunks} 0", ids.shape[1])
+    options = dict(activation=activation, layout=layout, chunks=chunks, entry="from_topk", topk=ids.shape[1])
+    problem = _Problem(_record(function, operands, ids.dtype, **options))
     return _run(problem, operands | dict(topk_ids=ids, topk_weights=weights))[0] if x.shape[0] else jnp.zeros_like(x)
 
 
@@ -250,18 +251,19 @@ def experts_rows(
     """The experts on rows (R, H) sorted by expert: expert e has rows offsets[e] to offsets[e + 1] - 1, offsets (E + 1)
     int32 or int64; row_weights (R) or None for ones. Rows past offsets[E] give zeros."""
     function = "smoe.jax.experts_rows"
-    operands = _operands(function, rows, w1, w2, b1, b2, activation, layout)
+    operands = _operands(function, rows, w1, w2, b1, b2, activation)
     rows, offsets = operands["x"], jnp.asarray(offsets)
     _expect(function, "offsets", offsets, (operands["w2"].shape[0] + 1,), _INDEX_DTYPES)
     weights = None if row_weights is None else jnp.asarray(row_weights, jnp.float32)
     if weights is not None:
         _expect(function, "row_weights", weights, rows.shape[:1], ("float32",))
-    problem = _Problem("from_rows", f"{_activation.word(activation)} {layout} {chunks} 0", 1)
+    options = dict(activation=activation, layout=layout, chunks=chunks, entry="from_rows")
+    problem = _Problem(_record(function, operands, offsets.dtype, **options))
     operands |= dict(offsets=offsets, row_weights=weights)
     return _run(problem, operands)[0] if rows.shape[0] else jnp.zeros_like(rows)
 
 
-def _router(function: str, operands: dict, router_weight, router_bias, selection_bias, token_mask, score: str) -> dict:
+def _router(function: str, operands: dict, router_weight, router_bias, selection_bias, token_mask) -> dict:
     (count, hidden, _), dtype = operands["w2"].shape, operands["x"].dtype.name
     router = dict(
         router_weight=router_weight, router_bias=router_bias, selection_bias=selection_bias, token_mask=token_mask
@@ -274,33 +276,26 @@ def _router(function: str, operands: dict, router_weight, router_bias, selection
         _expect(function, "token_mask", router["token_mask"], operands["x"].shape[:1], ("bool",))
         router["token_mask"] = router["token_mask"].astype(jnp.uint8)
     if selection_bias is not None:
-        if score != "sigmoid":
-            raise ValueError(f"{function}: selection_bias is given with score {score!r}; only 'sigmoid' has one")
         router["selection_bias"] = router["selection_bias"].astype(jnp.float32)
         _expect(function, "selection_bias", router["selection_bias"], (count,), ("float32",))
     return router
 
 
 def moe(
-    x, router_weight, w1, w2, *, top_k, router_bias=None, b1=None, b2=None, selection_bias=None, token_mask=None,
-    activation="swiglu", layout="concatenated", score="softmax_topk", norm_topk_prob=False, n_group=1, topk_group=1, routed_scaling_factor=1.0,
-    rounding="none", tile=128, seed=0, step=0, balance_coefficient=0.0, z_coefficient=0.0, chunks=1, losses=True,
+    x, router_weight, w1, w2, *, router_bias=None, b1=None, b2=None, selection_bias=None, token_mask=None, activation="swiglu",
+    step=0, balance_coefficient=0.0, z_coefficient=0.0, losses=True, **options,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    """Router and experts: x (T, H), router_weight (E, H), router_bias (E), selection_bias (E), token_mask (T) bool; options
-    as in smoe.moe.
+    """Router and experts: x (T, H), router_weight (E, H), router_bias (E), selection_bias (E), token_mask (T) bool; `options`
+    are those of smoe.moe that describe the layer: topk, layout, score, renormalize, groups, groups_kept, route_scale,
+    rounding, tile, seed, chunks, also by Hugging Face's names.
     Returns out (T, H) and the losses (2) float32, load balance and z. The backward adds the gradient that reaches the
     losses, and that of balance_coefficient losses[0] + z_coefficient losses[1]. Without `losses` they are None, and the
     backward of scores that are renormalised or topk_softmax takes less time and keeps no logits."""
     function = "smoe.jax.moe"
-    operands = _operands(function, x, w1, w2, b1, b2, activation, layout)
-    _choice(function, "score", score, native.SCORES)
-    _choice(function, "rounding", rounding, native.ROUNDINGS)
-    operands |= _router(function, operands, router_weight, router_bias, selection_bias, token_mask, score)
-    options = (
-        f"{_activation.word(activation)} {layout} {chunks} 0 {score} {int(norm_topk_prob)} {n_group} {topk_group} "
-        f"{float(routed_scaling_factor)} {rounding} {tile} {seed} 0 {float(balance_coefficient)} {float(z_coefficient)} "
-        f"{int(losses)} 0"
-    )
+    operands = _operands(function, x, w1, w2, b1, b2, activation)
+    record = _record(function, operands, activation=activation, **options_of(function, options))
+    operands |= _router(function, operands, router_weight, router_bias, selection_bias, token_mask)
     if not operands["x"].shape[0]:
         return jnp.zeros_like(operands["x"]), jnp.zeros(2, jnp.float32) if losses else None
-    return _run(_Problem("from_logits", options, top_k, step), operands)
+    problem = _Problem(record, step, float(balance_coefficient), float(z_coefficient), bool(losses))
+    return _run(problem, operands)

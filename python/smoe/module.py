@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 from . import _checks, functional, native
 from ._activation import Gate
+from ._record import HUGGING_FACE
 
-# What smoe.moe takes by name, with the default, without what forward() gives it.
-_GIVEN = "logits router_bias selection_bias token_mask b1 b2 step losses counts".split()
+# What smoe.moe takes by name, with the default, without what forward() gives it and without Hugging Face's names.
+_GIVEN = ["topk", "logits", "router_bias", "selection_bias", "token_mask", "b1", "b2", "step", "losses", "counts", *HUGGING_FACE]
 _OPTIONS = {name: default for name, default in functional.moe.__kwdefaults__.items() if name not in _GIVEN}
 
 
@@ -120,10 +121,10 @@ class MoE(nn.Module):
     The forward reads the parameters of `gate` and `experts` and computes both in one call. Where one of them is wrapped
     or has hooks, it calls them: gate(x) gives the logits and the selection bias, experts(x, logits, ...) the output.
 
-    `options` are those of smoe.moe that do not change from call to call: activation, layout, score, norm_topk_prob, n_group,
-    topk_group, routed_scaling_factor, rounding, tile, seed, balance_coefficient, z_coefficient, chunks, logits_dtype,
-    gradient_dtype. bias, router_bias and selection_bias give the experts, the router and the selection a bias. With `ep`, an
-    smoe.ep.Group, the module has all of the router and this rank's experts; a seed gives the weights of the whole layer.
+    `options` are those of smoe.moe that do not change from call to call: activation, layout, score, renormalize, groups,
+    groups_kept, route_scale, rounding, tile, seed, balance_coefficient, z_coefficient, chunks, logits_dtype, gradient_dtype,
+    also by Hugging Face's names. bias, router_bias and selection_bias give the experts, the router and the selection a bias.
+    With `ep`, an smoe.ep.Group, the module has all of the router and this rank's experts; a seed gives the weights of the whole layer.
     """
 
     def __init__(
@@ -143,14 +144,18 @@ class MoE(nn.Module):
         **options,
     ) -> None:
         flags = dict(bias=bias, router_bias=router_bias, selection_bias=selection_bias)
-        _checks.module("smoe.MoE", hidden_size, intermediate_size, num_experts, top_k, flags, options, _OPTIONS)
+        options = {HUGGING_FACE.get(name, name): value for name, value in options.items()}
+        for name in options:
+            if name not in _OPTIONS:
+                raise TypeError(f"smoe.MoE: {name} is no option; expected one of {', '.join(sorted(_OPTIONS))}")
+        every = _OPTIONS | options
+        _checks.module("smoe.MoE", hidden_size, intermediate_size, num_experts, top_k, flags, every)
         if ep and num_experts % ep.size:
             raise ValueError(f"smoe.MoE: num_experts is {num_experts}; expected a multiple of the {ep.size} ranks of ep")
         super().__init__()
         self.hidden_size, self.intermediate_size, self.num_experts = hidden_size, intermediate_size, num_experts
         self.top_k, self.options, self.initializer_range = top_k, options, initializer_range
-        activation, layout = (options.get(name, _OPTIONS[name]) for name in ("activation", "layout"))
-        kind = dict(device=device, dtype=dtype)
+        activation, layout, kind = every["activation"], every["layout"], dict(device=device, dtype=dtype)
         self.gate = _Router(num_experts, hidden_size, router_bias, selection_bias, **kind)
         self.experts = _Experts(num_experts, hidden_size, intermediate_size, activation, layout, bias, ep, **kind)
         self.reset_parameters()
@@ -188,7 +193,7 @@ class MoE(nn.Module):
             found = experts.compute(
                 tokens,
                 gate.weight,
-                top_k=self.top_k,
+                topk=self.top_k,
                 router_bias=gate.bias,
                 selection_bias=gate.e_score_correction_bias,
                 step=step,
@@ -204,7 +209,7 @@ class MoE(nn.Module):
 
     def _call_parts(self, x: Tensor, **given) -> functional.MoEOutput:
         logits, selection_bias = self.gate(x, self.options.get("logits_dtype", torch.float32))
-        found = self.experts(x, logits, selection_bias, top_k=self.top_k, **given, **self.options)
+        found = self.experts(x, logits, selection_bias, topk=self.top_k, **given, **self.options)
         if isinstance(found, Tensor):
             return functional.MoEOutput(found, logits, None, None)
         return functional.MoEOutput(*found)

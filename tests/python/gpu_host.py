@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from gpu_parts import find, layer, part, randn, synchronize, target
 
 import smoe
-import smoe.functional as functional
-from smoe import _context, _ops, native
+from smoe import _autograd, _context, _ops, native
 
 CALLS, BATCHES = 20, 60  # the device's queue holds the work of one batch
 
@@ -57,7 +56,7 @@ def empty_function(saved, gradients, in_forward=None, in_backward=None):
 
     class Empty(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x, ids, weights, w1, b1, w2, b2, options):
+        def forward(ctx, x, ids, weights, w1, b1, w2, b2, call):
             call_forward()
             ctx.save_for_backward(x, ids, w1, w2, b2, saved)
             return x.detach()
@@ -97,9 +96,10 @@ def host():
     dx, dweights, dw1, dw2 = found
     saved, gradients = out.grad_fn.saved_tensors[-1], (dx, None, dweights, dw1, None, dw2, None, None)
     empty, with_c = empty_function(saved, gradients), empty_function(saved, gradients, c_forward, c_backward)
-    inputs = (x, ids, weights, w1, None, w2, None, "swiglu concatenated 1 0")
+    call = out.grad_fn.call
+    inputs = (x, ids, weights, w1, None, w2, None, call)
     with torch.no_grad():
-        functional._Experts.backward(out.grad_fn, dout)  # makes this thread's context
+        _autograd.Experts.backward(out.grad_fn, dout)  # makes this thread's context
 
     def without_gradients(function):
         def run():
@@ -124,8 +124,8 @@ def host():
         "forward": lambda: smoe.experts(**made),
         "empty forward": lambda: empty(*inputs),
         "inference": without_gradients(lambda: smoe.experts(**made)),
-        "operator": lambda: torch.ops.smoe.experts_forward.default(*inputs, True),
-        "backward's Python": without_gradients(lambda: functional._Experts.backward(out.grad_fn, dout)),
+        "operator": lambda: torch.ops.smoe.experts_forward.default(*inputs[:-1], True, *call.record),
+        "backward's Python": without_gradients(lambda: _autograd.Experts.backward(out.grad_fn, dout)),
         "module forward": lambda: module(x),
         **forward_and_backward,
         **{f"{name}, this thread": on_this_thread(run) for name, run in forward_and_backward.items()},

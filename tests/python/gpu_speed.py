@@ -10,7 +10,7 @@ from gpu_parts import against_f64, find, layer, part, randn, run, synchronize, t
 
 import smoe
 import smoe.functional  # noqa: F401, registers torch.ops.smoe
-from smoe import _context, _layout, native
+from smoe import _context, _record, native
 
 @part()
 def new_tokens():
@@ -49,9 +49,8 @@ def shape():
 
 
 def sizes(entry, index, T, H, I, E, K):
-    described = _layout.parse("swiglu concatenated 1 0").layer(
-        entry, T, K, (E, H, I), native.TYPES["bf16"], native.TYPES[index], True
-    )
+    of = dict(hidden=H, intermediate=I, experts=E, topk=K, entry=entry, index_type=index, gradient_type="bf16")
+    described = _record.layer(T, _record.record("sizes", activation="swiglu", **of))
     return _context.context_of(torch.empty(1, device=target.device)).query(described)
 
 

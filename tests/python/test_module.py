@@ -126,3 +126,17 @@ def test_reset_after_meta():
 
 def test_repr():
     assert "hidden_size=32, intermediate_size=16, num_experts=8, top_k=2, tile=64" in repr(smoe.MoE(32, 16, 8, 2, tile=64))
+
+
+def test_names_of_hugging_face():
+    """smoe.moe and smoe.MoE take both names of an option, and neither takes a third."""
+    ours = dict(renormalize=True, groups=4, groups_kept=2, route_scale=2.5)
+    theirs = dict(norm_topk_prob=True, n_group=4, topk_group=2, routed_scaling_factor=2.5)
+    x, router, w1, w2 = torch.randn(9, 16), torch.randn(8, 16), torch.randn(8, 16, 16), torch.randn(8, 16, 8)
+    call = lambda **options: smoe.moe(x, router, w1, w2, score="sigmoid", **options).out
+    expected = call(topk=3, **ours)
+    assert torch.equal(call(top_k=3, **theirs), expected) and not torch.equal(call(topk=3), expected)
+    made = [smoe.MoE(16, 8, 8, 3, score="sigmoid", **options) for options in (ours, theirs)]
+    assert made[0].options == made[1].options == dict(score="sigmoid", **ours)
+    with pytest.raises(TypeError, match="smoe.MoE: top_k_groups is no option; expected one of activation, balance_coefficient"):
+        smoe.MoE(16, 8, 8, 3, top_k_groups=2)

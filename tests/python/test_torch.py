@@ -1,6 +1,7 @@
 """Ways in which PyTorch runs a layer: compile, checkpointing, autocast, hooks, modes, threads, forks."""
 
 import ctypes
+import sys
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import smoe
 import smoe.functional  # registers torch.ops.smoe
-from smoe import _context, native
+from smoe import _context, _record, native
 
 H, I, E, K = 32, 16, 8, 2
 
@@ -96,28 +97,33 @@ def test_compile_frozen(frozen):
     assert same(*gradients)
 
 
+def record(**fields):
+    """The arguments of an operator that describe the layer of these tests."""
+    fields = dict(activation="swiglu", hidden=H, intermediate=I, experts=E, topk=K, dtype="f32", gradient_type="f32") | fields
+    return _record.record("test", **fields)
+
+
 def test_operators_pass_torchs_own_checks():
     """Schemas and fake kernels, by torch.library.opcheck. (Its comparison of values would read the padding of `saved`.)"""
     x, w1, w2 = torch.randn(9, H), torch.randn(E, 2 * I, H), torch.randn(E, H, I)
-    ids, weights, options = torch.randint(0, E, (9, K)), torch.rand(9, K), "swiglu concatenated 1 0"
+    ids, weights, layer = torch.randint(0, E, (9, K)), torch.rand(9, K), record(entry="from_topk", index_type="i64")
     ops, tests = torch.ops.smoe, ("test_schema", "test_faketensor")
-    _, saved = ops.experts_forward(x, ids, weights, w1, None, w2, None, options, True)
+    _, saved = ops.experts_forward(x, ids, weights, w1, None, w2, None, True, *layer)
     given = (x, ids, weights, w1, None, w2, None)
-    torch.library.opcheck(ops.experts_forward.default, (*given, options, True), test_utils=tests)
-    torch.library.opcheck(ops.experts_backward.default, (x, x, ids, w1, w2, None, saved, options, 43), test_utils=tests)
+    torch.library.opcheck(ops.experts_forward.default, (*given, True, *layer), test_utils=tests)
+    torch.library.opcheck(ops.experts_backward.default, (x, x, ids, w1, w2, None, saved, 43, *layer), test_utils=tests)
     strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, ids, w1, w2)]
-    torch.library.opcheck(ops.experts_backward.default, (x, *strided, None, saved, options, 43), test_utils=tests)
-    offsets = torch.arange(E + 1)
-    _, saved = ops.rows_forward(x, offsets, None, w1, None, w2, None, options, True)
+    torch.library.opcheck(ops.experts_backward.default, (x, *strided, None, saved, 43, *layer), test_utils=tests)
+    offsets, layer = torch.arange(E + 1), record(entry="from_rows", index_type="i64", topk=1)
+    _, saved = ops.rows_forward(x, offsets, None, w1, None, w2, None, True, *layer)
     given = (x, offsets, None, w1, None, w2, None)
-    torch.library.opcheck(ops.rows_forward.default, (*given, options, True), test_utils=tests)
-    torch.library.opcheck(ops.rows_backward.default, (x, x, w1, w2, None, saved, options, 11), test_utils=tests)
-    options += " softmax_topk 0 1 1 1.0 nr_f 8 0 0 0.1 0.0 1 1"
-    router = torch.randn(E, H)
-    given = (x, router, None, None, None, torch.rand(9) < 0.5, w1, None, w2, None, K, options, 0, True)
+    torch.library.opcheck(ops.rows_forward.default, (*given, True, *layer), test_utils=tests)
+    torch.library.opcheck(ops.rows_backward.default, (x, x, w1, w2, None, saved, 11, *layer), test_utils=tests)
+    router, layer = torch.randn(E, H), record(rounding="nr_f", tile=8)
+    given = (x, router, None, None, None, torch.rand(9) < 0.5, w1, None, w2, None, 0, True, True, True, *layer)
     _, saved, logits, _, _ = ops.moe_forward(*given)
     torch.library.opcheck(ops.moe_forward.default, given, test_utils=tests)
-    given = (x, x, router, logits, torch.rand(2), torch.rand(9) < 0.5, w1, w2, None, saved, K, options, 11 + 64)
+    given = (x, x, router, logits, torch.rand(2), torch.rand(9) < 0.5, w1, w2, None, saved, 0.1, 0.0, 11 + 64, *layer)
     torch.library.opcheck(ops.moe_backward.default, given, test_utils=tests)
 
 
@@ -144,7 +150,8 @@ def test_logits_are_kept_only_if_read(options, read, given):
     _, _, kept, _, _, _, _, saved = out.grad_fn.saved_tensors
     assert (kept is not None) == read
     needs = 1 if router is not None else 1 + 32
-    demand = (out, x.detach(), router, None, None, None, w1, w2, None, saved, K, out.grad_fn.options, needs)
+    node = out.grad_fn
+    demand = (out, x.detach(), router, None, None, None, w1, w2, None, saved, node.balance, node.z, needs, *node.call.record)
     if read:
         with pytest.raises(ValueError, match="logits is NULL"):
             torch.ops.smoe.moe_backward(*demand)
@@ -167,40 +174,68 @@ def test_compile_without_logits():
 def test_bound_of_saved(rounding):
     """The affine bound must not be below the size that the library asks for (smoe itself checks this at every new
     shape). With 24576 tokens it must be at most 0.1 % and 4096 bytes above that size."""
-    from smoe import _context, _layout, native
-
     context = _context.context_of(torch.empty(0))
     for experts in (1, 7, 64, 300):
         for tokens in (1, 2, 63, 64, 65, 1000, 24576):
             for entry, topk in (("from_logits", 1), ("from_topk", min(experts, 4)), ("from_rows", 1)):
                 if entry != "from_logits" and rounding != "none":
                     continue
-                options = _layout.parse(f"swiglu concatenated 1 0 softmax_topk 0 1 1 1.0 {rounding} 128 0 0 0 0 0 0")
-                w2 = (experts, 16, 256)
-                layer = options.layer(entry, tokens, topk, w2, native.TYPES["bf16"], native.TYPES["i32"], True)
-                needed = context.query(layer).saved_buffer_bytes
-                bound = options.saved_bytes(entry, tokens, topk, w2, 2)
+                made = record(
+                    entry=entry, topk=topk, rounding=rounding, experts=experts, hidden=16, intermediate=256, dtype="bf16"
+                )  # fmt: skip
+                needed = context.query(_record.layer(tokens, made)).saved_buffer_bytes
+                bound = _record.bounds(made).saved(tokens)
                 assert bound >= needed
                 if tokens == 24576 and experts > 1:  # with one expert token rounding cannot add rows: it has all tokens
                     assert bound <= 1.001 * needed + 4096
 
 
+@pytest.mark.parametrize("entry", ["experts", "rows", "moe"])
+def test_no_file_is_entered_twice(entry):
+    """From a tensor to C: a known call must go from file to file without coming back to one, in the forward and in the
+    backward."""
+    x, w1, w2 = [torch.randn(*shape, requires_grad=True) for shape in ((9, H), (E, 2 * I, H), (E, H, I))]
+    call = {
+        "experts": lambda: smoe.experts(x, torch.arange(9 * K).view(9, K) % E, torch.rand(9, K), w1, w2),
+        "rows": lambda: smoe.experts_rows(x, torch.tensor([0, *range(2, E + 2)]), w1, w2),
+        "moe": lambda: smoe.moe(x, torch.randn(E, H), w1, w2, topk=K, losses=True).out,
+    }[entry]
+    call().sum().backward()
+    ways, package = [], smoe.__path__[0]
+
+    def watch(frame, event, _):
+        file = frame.f_code.co_filename
+        comprehension = frame.f_code.co_name.startswith("<")  # a frame of its own before Python 3.12
+        if event == "call" and file.startswith(package) and not comprehension and (not ways[-1] or ways[-1][-1] != file):
+            ways[-1].append(file)
+
+    for part in (call, lambda: out.sum().backward()):
+        ways.append([])
+        sys.setprofile(watch)
+        try:
+            out = part()
+        finally:
+            sys.setprofile(None)
+    assert [len(way) for way in ways] == [4, 3], ways  # functional, _autograd, _ops, _context; the backward begins in _autograd
+    assert all(len(set(way)) == len(way) for way in ways), ways
+
+
 def test_chunks_of_a_large_backward():
     """If dX~ is larger than 1 GiB, a backward that overwrites `saved` must have at least two chunks. All other calls
     must have the given number."""
-    from smoe import _context, _ops
+    from smoe import _ops
 
-    context, w2 = _context.context_of(torch.empty(0)), torch.empty(8, 1024, 64, device="meta")
+    context = _context.context_of(torch.empty(0))
     for tokens, asked, chunks in ((2**18 - 1, 1, 1), (2**18, 1, 1), (2**18 + 1, 1, 2), (2**18 + 1, 4, 4)):
-        x = torch.empty(tokens, 1024, dtype=torch.bfloat16, device="meta")
-        call = _ops.call_of("from_topk", f"swiglu concatenated {asked} 0", x, 2, w2)
+        layer = record(entry="from_topk", hidden=1024, intermediate=64, dtype="bf16", chunks=asked)
+        call = _ops.call_of(layer, tokens)
         assert call.describe(context, True).layer.chunks == call.describe(context, False).layer.chunks == asked
         assert call.describe(context, True, reuse=True).layer.chunks == chunks
 
 
 def test_packed_arguments():
     """Every value must be packed into its named field; all other fields must be zero."""
-    from smoe import _context, native
+    from smoe import _context, _record, native
 
     structs = {native.ForwardArgs: ("pack_forward", "pack_moe_forward"), native.BackwardArgs: ("pack_backward", "pack_moe_backward")}
     for layout, packers in structs.items():
@@ -296,8 +331,6 @@ SAVED_BYTES = {  # what the backward keeps besides x, w1, w2 and `saved`
 def test_saved_bytes(entry):
     """The backward must keep only X, the weights, ids, logits that it reads, and `saved`, whose size is that of
     smoe_query_sizes and some padding."""
-    from smoe import _layout
-
     kept = {}
 
     def pack(tensor):
@@ -320,8 +353,7 @@ def test_saved_bytes(entry):
     size = lambda name: made[name].numel() * made[name].element_size()
     others = sum(size(name) for name in ("x", "w1", "w2", *SAVED_BYTES[entry]))
     name, topk, index = {"experts": ("from_topk", K, "i64"), "rows": ("from_rows", 1, "i64")}.get(entry, ("from_logits", K, "i32"))
-    options = _layout.parse(f"swiglu concatenated 1 0 softmax_topk {int(renormalised)}")
-    layer = options.layer(name, 1000, topk, w2.shape, native.TYPES["f32"], native.TYPES[index], True)
+    layer = _record.layer(1000, record(entry=name, topk=topk, index_type=index, renormalize=renormalised))
     needed = _context.context_of(x).query(layer).saved_buffer_bytes
     assert needed <= sum(kept.values()) - others <= needed + 12 * 256
 
