@@ -109,6 +109,7 @@ SMOE_DEVICE void load_low_rank(const up_params &p, const layout<NARROW> &shared,
             load_box(slot + A_BYTES, &p.b1, full, k, 0, 0, group, moe_work_expert(now.tile));
         }
         const int column = k + vector * 8;
+#pragma unroll 2
         for (int i = 0; i < ROWS_A_LOADER; i++) {
             const int row = row0 + 8 * i;
             const bool real = row < rows && column < p.rank;
