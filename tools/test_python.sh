@@ -47,7 +47,7 @@ have() { # environment, requirements file
 # Other projects' code that tests read or run, without what it depends on: the wheels of SonicMoE and Megatron-Core, and
 # Transformers' source distribution, which has its tests. Unpacked in $folder/fetched, once for each list of versions.
 transformers=$(sed -n 's/^transformers==//p' tests/python/requirements.txt)
-sources="sonic-moe==0.1.2.post1 megatron-core==0.16.1 transformers==$transformers"
+sources="sonic-moe==0.1.2.post1 megatron-core==0.19.2 transformers==$transformers"
 download() {
     "$folder/torch/bin/python" -m pip download --quiet --no-cache-dir --disable-pip-version-check --no-deps -d "$folder/fetched" "$@"
 }

@@ -86,11 +86,16 @@ def _offsets(tokens_per_expert: Tensor, like: Tensor) -> Tensor:
 
 def te_grouped_mlp(
     permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor | None, w1: Tensor, w2: Tensor,
-    **options,
+    *, output_buffer: None = None, grad_input_buffer: None = None, **options,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Megatron-Core's TEGroupedMLP.forward with the weights as arguments: permuted_local_hidden_states (R, H) sorted by
     expert, tokens_per_expert (E), permuted_probs (R), w1 [E, 2I, H] (gate rows first), w2 [E, H, I]. Returns out (R,
-    H), and None in place of a bias. `options` are those of smoe.experts_rows."""
+    H), and None in place of a bias. `options` are those of smoe.experts_rows. The buffers, which Megatron-Core 0.19 passes
+    for NCCL's zero-copy expert parallelism, must be None, as Megatron-Core's own code without Transformer Engine's fused
+    path wants them."""
+    for name, buffer in (("output_buffer", output_buffer), ("grad_input_buffer", grad_input_buffer)):
+        if buffer is not None:
+            raise NotImplementedError(f"smoe.compat.te_grouped_mlp: {name} must be None; smoe allocates what it returns")
     rows = permuted_local_hidden_states
     probs = None if permuted_probs is None else permuted_probs.reshape(-1)
     return functional.experts_rows(rows, _offsets(tokens_per_expert, rows), w1, w2, probs, **options), None

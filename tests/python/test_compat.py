@@ -1,4 +1,4 @@
-"""smoe's functions with the signatures of SonicMoE 0.1.2.post1, Megatron-Core 0.16.1 (TEGroupedMLP.forward), prime-rl
+"""smoe's functions with the signatures of SonicMoE 0.1.2.post1, Megatron-Core 0.19.2 (TEGroupedMLP.forward), prime-rl
 049a80af (GroupedExperts.forward) and torchtitan 00a4c147 (RoutedExperts, ModelConfigConverter). PyPI does not have
 the last two. So this file repeats the signatures, and the results are compared with reference.py. test_fetched.py
 compares with the code of the first two."""
@@ -32,7 +32,8 @@ SIGNATURES = {
     "is_softmax_over_topk norm_topk_probs concat_layout",
     compat.moe_general_routing_inputs: "x router_scores token_indices expert_indices w1 b1 w2 b2 E stream_id "
     "activation_type is_inference_mode_enabled concat_layout",
-    compat.te_grouped_mlp: "permuted_local_hidden_states tokens_per_expert permuted_probs w1 w2 options",
+    compat.te_grouped_mlp: "permuted_local_hidden_states tokens_per_expert permuted_probs w1 w2 output_buffer "
+    "grad_input_buffer options",
     compat.grouped_experts: "x num_tokens_per_expert w1 w2 w3",
 }
 
@@ -117,6 +118,8 @@ def test_megatron(layer, probs):
     wanted = reference.experts_rows(made["x"], offsets, made["w1"], made["w2"], weights)
     assert bias is None and near(out, wanted)
     assert all(near(a, b, 1e-4) for a, b in zip(gradients(out, leaves), gradients(wanted, leaves)))
+    with pytest.raises(NotImplementedError, match="grad_input_buffer must be None"):
+        compat.te_grouped_mlp(made["x"], counts, weights, made["w1"], made["w2"], output_buffer=None, grad_input_buffer=out)
 
 
 def test_prime_rl_rows(layer):
