@@ -17,6 +17,7 @@ _TORCH_NAMES = {
     "experts": "functional",
     "experts_rows": "functional",
     "update_selection_bias": "functional",
+    "route": "_route",
     "MoEOutput": "functional",
     "MoE": "module",
     "LoRA": "_lora",

@@ -39,6 +39,7 @@ from transformers.utils import logging
 
 from . import _checks, _gates, functional
 from ._activation import Gate
+from ._route import route
 
 __all__ = ["ByteTokenizer", "SmoeConfig", "SmoeForCausalLM", "SmoeModel", "experts_forward", "prepare"]
 
@@ -280,35 +281,20 @@ class _Router(modeling_olmoe.OlmoeTopKRouter):
         super().__init__(config)
         if config.scoring_func not in ("softmax", "topk-softmax", "sigmoid"):
             raise ValueError(f"scoring_func is {config.scoring_func!r}, not 'softmax', 'topk-softmax' or 'sigmoid'")
-        self.score, self.scale = config.scoring_func, config.routed_scaling_factor
+        self.score = {"softmax": "softmax_topk", "topk-softmax": "topk_softmax"}.get(config.scoring_func, config.scoring_func)
+        self.scale = config.routed_scaling_factor
         self.groups, self.groups_kept = config.n_group, config.topk_group
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.selection_bias else None
         self.register_buffer("e_score_correction_bias", bias)
 
-    def _choose(self, scores: Tensor) -> Tensor:
-        """The K experts with the highest scores (T, E), among the groups whose two best scores have the highest sum."""
-        if self.groups > 1:
-            by_group = scores.unflatten(-1, (self.groups, -1))
-            kept = by_group.topk(2).values.sum(-1).topk(self.groups_kept).indices
-            keep = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, kept, True)
-            scores = by_group.masked_fill(~keep[..., None], float("-inf")).flatten(-2)
-        return scores.topk(self.top_k).indices
-
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
-        if self.score == "sigmoid":
-            values = logits.float().sigmoid()
-            bias = self.e_score_correction_bias
-            ids = self._choose(values if bias is None else values + bias)
-        else:
-            ids = self._choose(logits)
-            values = logits.float().softmax(-1) if self.score == "softmax" else logits.float()
-        weights = values.gather(-1, ids)
-        if self.score == "topk-softmax":
-            weights = weights.softmax(-1)
-        elif self.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, (weights * self.scale).to(logits.dtype), ids
+        ids, weights = route(
+            logits, top_k=self.top_k, score=self.score, norm_topk_prob=self.norm_topk_prob and self.score != "topk_softmax",
+            n_group=self.groups, topk_group=self.groups_kept, routed_scaling_factor=self.scale,
+            selection_bias=self.e_score_correction_bias,
+        )  # fmt: skip
+        return logits, weights.to(logits.dtype), ids
 
 
 class _SharedAndSparse(modeling_olmoe.OlmoeSparseMoeBlock):

@@ -1,0 +1,51 @@
+"""smoe.route beside the router inside of smoe.moe, and router replay."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import smoe
+
+K, SCORES = 2, {
+    "softmax": dict(),
+    "softmax_norm": dict(norm_topk_prob=True),
+    "topk": dict(score="topk_softmax", routed_scaling_factor=2.5),
+    "sigmoid": dict(score="sigmoid", norm_topk_prob=True, n_group=4, topk_group=2, routed_scaling_factor=0.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("replayed", [False, True])
+def test_as_the_whole_layer(name, replayed, layer):
+    """Outputs and all gradients of route and experts are those of moe, also if the ids come from an earlier call."""
+    made, options = layer(), SCORES[name]
+    bias = torch.linspace(-0.2, 0.2, 8) if name == "sigmoid" else None
+    leaves = [made[key] for key in ("x", "router_weight", "w1", "w2")]
+    x, router, w1, w2 = leaves
+    ids = smoe.route(F.linear(x, router).detach(), top_k=K, selection_bias=bias, **options)[0] if replayed else None
+    ids, weights = smoe.route(F.linear(x, router), top_k=K, selection_bias=None if replayed else bias, ids=ids, **options)
+    out = smoe.experts(x, ids, weights, w1, w2)
+    wanted = smoe.moe(x, router, w1, w2, top_k=K, selection_bias=bias, **options).out
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    pairs = zip((out, *torch.autograd.grad(out, leaves, dout)), (wanted, *torch.autograd.grad(wanted, leaves, dout)), strict=True)
+    assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in pairs)
+
+
+def test_replay_keeps_the_ids_and_skips_pairs():
+    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[7, 0]] * 4 + [[3, -1]], dtype=torch.int32)
+    for options in SCORES.values():
+        found, weights = smoe.route(logits, top_k=K, ids=ids, **options)
+        assert torch.equal(found, ids.long()) and weights[4, 1] == 0 and weights[4, 0] > 0
+    norm = smoe.route(logits, top_k=K, ids=ids, norm_topk_prob=True)[1]
+    assert torch.allclose(norm.sum(-1), torch.ones(5)) and norm[4, 0] == 1
+
+
+def test_errors():
+    logits = torch.randn(5, 8)
+    with pytest.raises(ValueError, match="need score='sigmoid'"):
+        smoe.route(logits, top_k=K, selection_bias=torch.zeros(8))
+    with pytest.raises(ValueError, match=r"expected \(T, K\) = \(5, 2\)"):
+        smoe.route(logits, top_k=K, ids=torch.zeros(5, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="score is 'softmax'"):
+        smoe.route(logits, top_k=K, score="softmax")
