@@ -107,7 +107,6 @@ def parser():
     group = made.add_argument_group("records and output")
     add = group.add_argument
     add("--records", help="the file of records (build/peers.jsonl; with --show and --docs docs/results/peers.jsonl)")
-    add("--copy", metavar="FILE", help="after each layer or step, copy the file of records to this file")
     add("--again", action="store_true", help="also measure what has a record, and replace the record")
     add("--commit", help="commit to write into records (the last one that changed the library or the package)")
     add("--show", action="store_true", help="measure nothing; show the tables of the records, of --suite, --peers, --part, "
@@ -246,12 +245,11 @@ def can_plot():
 
 def check_files(options):
     """Fails before anything is measured, instead of after the first layer."""
-    for option, path in (("--records", options.records), ("--copy", options.copy)):
-        try:
-            if path:
-                records.check_writable(path)
-        except OSError as error:
-            raise Failed(f"{option} {path}: {error.strerror}") from None
+    try:
+        if options.records:
+            records.check_writable(options.records)
+    except OSError as error:
+        raise Failed(f"--records {options.records}: {error.strerror}") from None
 
 
 def measure(options, shapes):

@@ -142,6 +142,7 @@ static void test_faults_are_seen(void **state)
         {"--only=swiglu, biases", INPUT_CHANGED},     {"--only=same bits, given topk", NOT_REPEATABLE},
         {"--only=accumulate twice", NOT_ACCUMULATED}, {"--only=swiglu, biases", NEEDS_SCRATCH},
         {"--only=swiglu, biases", PLAN_WRONG},        {"--only=NaN in rows", NAN_SPREADS},
+        {"--only=gradients, rows", CALL_FAILS},       {"--only=K = 1, E = 1", NOT_REPEATABLE},
         {"--only=saved bytes, rows", QUERY_OFF},      {"--only=swiglu, biases", CALL_FAILS},
     };
     for (size_t i = 0; i < COUNT(cases); i++) {
@@ -163,6 +164,15 @@ static void test_exit_statuses(void **state)
     assert_int_equal(verify_with(NO_FAULT, "--seed=x", NULL), 2);
     assert_int_equal(verify_with(NO_FAULT, "--no-such-option", NULL), 2);
     assert_int_equal(verify_with(NO_FAULT, "stray", NULL), 2);
+    assert_int_equal(verify_with(NO_FAULT, "--check=speed", NULL), 2);
+    assert_int_equal(verify_with(NO_FAULT, "--shard=2/2", NULL), 2);
+    assert_int_equal(verify_with(NO_FAULT, "--shard=0/", NULL), 2);
+    assert_int_equal(verify_with(NO_FAULT, "--gpu=1", NULL), 3);
+    assert_int_equal(verify_with(NO_FAULT, "--check=bits", "--only=K = 1, E = 1"), 0);
+    assert_int_equal(verify_with(NO_FAULT, "--check=gradients", "--only=K = 1, E = 1"), 0);
+    assert_int_equal(verify_with(NO_FAULT, "--check=support", "--only=layer, sparse K 1"),
+                     2); /* --all has it */
+    assert_int_equal(verify_with(NO_FAULT, "--all", "--only=layer, sparse K 1"), 0);
 }
 
 /* Judges tensors with errors of known size. */

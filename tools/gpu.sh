@@ -124,7 +124,7 @@ part_paper_topk() { bench passes paper $both --seconds 6; }
 part_settled() { bench passes paper --routing uniform,random --scope experts --pass forward --settle 0.4 --seconds 3; }
 part_alone() { bench launches paper $experts --entry logits $renorm --alone --seconds 1; }
 part_peaks() { bench peaks "" --shape 7B-n256 --shape 30B-n256 --reuse --scope experts --chunks 1,2,4 --no-bound --seconds 2; }
-part_rounding() { bench rounding rounding --routing uniform,random --rounding none,nr-f --pass layer --no-bound --seconds 1; }
+part_rounding() { bench passes rounding --routing uniform,random --rounding none,nr-f --pass layer --no-bound --seconds 1; }
 part_launches() { bench launches "" --thiek 512,2048,768,128,8 $renorm --alone --no-bound --seconds 1; }
 part_models() { bench passes models --routing random $experts --seconds 8; }
 part_shares() { bench passes ep --routing random $experts --seconds 8; }
@@ -231,7 +231,7 @@ part_disk() {
 
 part_peers() {
     within 500 "$python" "$root/bench/peers.py" --records "$out/peers.jsonl" --suite paper --peers sonicmoe,scattermoe,cublas \
-        --no-new-t --shape-seconds 5 --seconds 430
+        --no-new-t --shape-seconds 5 --seconds 430 --commit "$("$bin/smoe" info | sed -n 's/^commit *//p')"
 }
 
 fsdp2() { # name, GPUs, seconds, options of train_fsdp2.py...

@@ -1,10 +1,9 @@
 #!/bin/sh
-# Makes tables in Markdown, and a picture, from the records of `smoe bench --json`.
+# Makes tables in Markdown from the records of `smoe bench --json`.
 #
 #   tools/report.sh passes FILE...          each pass and stage: time in ms, the reference's time / smoe's; geometric means
 #   tools/report.sh peaks FILE...           peak memory, measured and as `smoe_query_sizes` states it, by chunks and `reuse_saved`
 #   tools/report.sh launches FILE...        kernels of a pass, and the time of each by itself (--alone)
-#   tools/report.sh rounding FILE... [PNG]  rounding rules, plain top-K and uniform routing, by E
 #
 # If several records have the same problem, pass and stage, the last one counts.
 set -eu
@@ -104,73 +103,10 @@ launches() {
     }' "$@"
 }
 
-# One line for each shape, tab-separated: d n K E; ms with uniform routing, plain top-K and token rounding; TFLOP/s of the three;
-# the rounding rule.
-rounding_lines() {
-    awk "$reader"'
-    {
-        take()
-        if (pass != "layer" || kernel != "all") next
-        what = rounding == "none" ? routing : routing == "uniform" ? "" : "rounded"
-        if (what == "" || what == "skewed") next
-        v = field("d") "\t" field("n") "\t" field("K") "\t" field("E")
-        if (!(v in known)) { known[v] = 1; order[++rows] = v }
-        time[v, what] = ms; speed[v, what] = tflops
-        if (what == "rounded") rule[v] = rounding
-    }
-    END {
-        for (i = 1; i <= rows; i++) {
-            v = order[i]
-            if (!((v, "random") in time) || !((v, "rounded") in time)) continue
-            printf "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\n", v, time[v, "uniform"], time[v, "random"], time[v, "rounded"],
-                speed[v, "uniform"], speed[v, "random"], speed[v, "rounded"], rule[v]
-        }
-    }' "$@" | sort -k1,1n -k2,2n -k4,4n
-}
-
-picture() { # lines, png
-    groups=$(awk -F'\t' '{ v = $1 "-" $2 "-" $3; if (++n[v] == 2) printf "%s ", v }' "$1") # one point is no curve
-    {
-        echo "set terminal pngcairo size 1100,700 font 'sans,11'; set output '$2'"
-        echo "set datafile separator tab; set logscale x 2; set xlabel 'experts'; set grid; set key left bottom"
-        echo "set multiplot layout 2,3 title 'Layer forward and backward, TFLOP/s (model FLOPs of top-K)'"
-        for group in $groups; do
-            awk -F'\t' -v v="$group" 'v == $1 "-" $2 "-" $3' "$1" >"$1.$group"
-            echo "set title 'd-n-K $group'; set yrange [0:*]"
-            echo "plot '$1.$group' using 4:8 with linespoints title 'uniform', '' using 4:9 with linespoints title 'random, top-K', '' using 4:10 with linespoints title 'random, rounded'"
-        done
-    } | gnuplot
-}
-
-rounding() {
-    png=
-    for file; do last=$file; done
-    case $last in
-    *.png)
-        png=$last
-        files=
-        for file; do [ "$file" = "$png" ] || files="$files $file"; done
-        # shellcheck disable=SC2086
-        set -- $files
-        ;;
-    esac
-    folder=$(mktemp -d)
-    trap 'rm -rf "$folder"' EXIT
-    rounding_lines "$@" >"$folder/lines"
-    awk -F'\t' '
-    BEGIN { print "\n| d | n | K | E | uniform ms | random ms | rounded ms | rule | TFLOP/s: uniform, random, rounded | random ms / rounded ms | rounded ms / uniform ms |\n|---|---|---|---|---|---|---|---|---|---|---|" }
-    {
-        printf "| %s | %s | %s | %s | %s | %.3f | %.3f | %s | %s %.0f %.0f | %.3f | %s |\n", $1, $2, $3, $4,
-            $5 == "" ? "" : sprintf("%.3f", $5), $6, $7, $11, $8 == "" ? "" : sprintf("%.0f", $8), $9, $10, $6 / $7,
-            $5 == "" ? "" : sprintf("%.3f", $7 / $5)
-    }' "$folder/lines"
-    [ -z "$png" ] || picture "$folder/lines" "$png"
-}
-
 command=${1:-}
 [ $# -gt 1 ] || command=
 [ $# -eq 0 ] || shift
 case $command in
-passes | peaks | launches | rounding) "$command" "$@" ;;
-*) sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+passes | peaks | launches) "$command" "$@" ;;
+*) sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

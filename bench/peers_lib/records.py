@@ -113,11 +113,6 @@ def append(path, new):
         _replace(path, "".join(json.dumps(record) + "\n" for record in kept + list(new)), folder)
 
 
-def copy(path, target):
-    with open(path) as file:
-        write_file(target, file.read())
-
-
 def has_passes(record, passes):
     """Whether the record is the result of measuring all these passes. A record names the passes that were tried. Where
     it names none, they are those that have a time. A failure is the result of every pass."""

@@ -184,8 +184,6 @@ class Run:
 
     def _append(self, new):
         records.append(self.options.records, new)
-        if self.options.copy:
-            records.copy(self.options.records, self.options.copy)
 
     def _take_turns(self, shape, part, routing, wanted):
         """{peer: its figures, or the failure}. A peer during whose turn the process ends is left out of the rest of the

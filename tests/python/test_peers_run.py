@@ -158,19 +158,6 @@ def test_kernels_are_measured_where_asked_for(pretend):
     assert "status 70" in by_peer["sonicmoe"]["failed"] and by_peer["scattermoe"]["forward_ms"] == 4
 
 
-def test_the_records_are_copied_after_each_layer(pretend, tmp_path, monkeypatch):
-    copy, seen, real = tmp_path / "out" / "copy.jsonl", [], Pretended.ask
-
-    def ask(self, do, **arguments):
-        if do == "prepare":
-            seen.append(len(records.read(copy)))
-        return real(self, do, **arguments)
-
-    monkeypatch.setattr(Pretended, "ask", ask)
-    pretend("--peers", "sonicmoe", "--copy", str(copy))
-    assert seen == [0, 2] and copy.read_bytes() == pretend.path.read_bytes()
-
-
 def test_time_is_up_between_layers(pretend, monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
@@ -409,7 +396,6 @@ def test_files_and_programs_that_do_not_serve(tmp_path):
         (none, ["--show"], "--show: no records in"),
         (broken, tiny, "broken.jsonl, line 1"),
         (tmp_path / "one.jsonl", ["--show", "--plot", str(tmp_path / "x.foo")], "--plot"),
-        (none, [*tiny, "--copy", "/proc/nope/x"], "--copy /proc/nope/x: No such file"),
         (Path("/dev/null"), tiny, "--records /dev/null: not a regular file"),
         (none, ["--device", "cpu", "--e2e", "tiny", "--peers", "smoe", "--python", "smoe=/bin/false"], "can run here"),
         (none, ["--docs", str(tmp_path / "unmarked.md")], "has no lines"),

@@ -42,15 +42,6 @@ table launches
 expect launches "$folder/launches.md" "| a | uniform | forward | all | 4 | 2.0000 | 1600.0 | 1.250 |  |"
 expect launches "$folder/launches.md" "| a | uniform | forward | plan | 3 | 0.0100 |  |  |  |"
 [ "$(wc -l <"$folder/launches.md")" -eq 6 ] || { echo "launches: sums and records without launches are no rows"; wrong=1; }
-table rounding
-expect rounding "$folder/rounding.md" \
-    "| 64 | 32 | 2 | 8 | 10.000 | 12.500 | 10.250 | nr-f | 40 32 39 | 1.220 | 1.025 |"
-if command -v gnuplot >/dev/null; then
-    sed 's/"E":8/"E":16/' "$here/records.jsonl" >"$folder/more.jsonl"
-    "$tools/report.sh" rounding "$here/records.jsonl" "$folder/more.jsonl" "$folder/sweep.png" >/dev/null
-    expect_status "report.sh with a picture" $? 0
-    [ "$(head -c 4 "$folder/sweep.png" | tail -c 3)" = PNG ] || { echo "no picture was drawn"; wrong=1; }
-fi
 "$tools/report.sh" passes >/dev/null 2>&1
 expect_status "report.sh without files" $? 2
 
