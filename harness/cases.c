@@ -37,14 +37,15 @@ enum { SMALL_TOKENS = 259, BLOCK_TOKENS = 1280, LARGE_TOKENS = 768, HALF_TOKENS 
 /* Every score with every rounding rule, each with either type of logits and with or without Wr. */
 #define ROUNDED(name, rule, coefficient, score_, ...)                                                        \
     {                                                                                                        \
-        "every score and rule: " name ", " #rule, .draw = {coefficient, BIASES, .step = 7}, .layer = {       \
-            SIZES(37, 24, 8, 6, 2),                                                                          \
-            ROUND(rule),                                                                                     \
-            .tile = 8,                                                                                       \
-            .seed = 5,                                                                                       \
-            SCORE(score_),                                                                                   \
-            __VA_ARGS__                                                                                      \
-        }                                                                                                    \
+        "every score and rule: " name ", " #rule, TYPES(F32, BF16),                                          \
+            .draw = {coefficient, BIASES, .step = 7}, .layer = {                                             \
+                SIZES(37, 24, 8, 6, 2),                                                                      \
+                ROUND(rule),                                                                                 \
+                .tile = 8,                                                                                   \
+                .seed = 5,                                                                                   \
+                SCORE(score_),                                                                               \
+                __VA_ARGS__                                                                                  \
+            }                                                                                                \
     }
 #define EVERY_RULE(name, score_, ...)                                                                        \
     ROUNDED(name, NONE, ROUTER, score_, __VA_ARGS__), ROUNDED(name, NR_F, LOSSES, score_, __VA_ARGS__),      \
