@@ -245,7 +245,8 @@ def experts(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
     lora: LoRA | Sequence[LoRA], activation: str | Gate, layout: str, chunks: int,
 ) -> Tensor:  # fmt: skip
-    """smoe.experts with LoRA; the arguments but `lora` are checked."""
+    """smoe.experts with LoRA. What is not checked: lora, layout, and what the library checks."""
+    _checks.choice("smoe.experts", "layout", layout, native.LAYOUTS)
     a1, lb1, a2, lb2 = factors("smoe.experts", lora, x, w1, w2, layout)
     record = functional.layer_record(
         "smoe.experts", x, w2, None, activation=activation, layout=layout, chunks=chunks, entry="from_topk",

@@ -77,3 +77,63 @@ def hugging_face():
     )
     worst = max(error(a, b) for a, b in zip(found, wanted, strict=True))
     find("gpt_oss's experts: torch.compile, given routing", worst < 0.01, f"{worst:.1e}", 0.01)
+
+
+@part()
+def lora():
+    """LoRA on experts through PEFT: beside PEFT's own way, and the peak of memory beside that of the frozen layer."""
+    import peft
+    import smoe.peft
+    import smoe.transformers
+    from peft.tuners.lora.layer import ParamWrapper
+    from transformers import OlmoeConfig
+    from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
+
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = OlmoeConfig(hidden_size=256, intermediate_size=512, num_experts=64, num_experts_per_tok=8)
+            config._experts_implementation = "smoe"
+            self.experts = OlmoeExperts(config).to(target.device, target.dtype)
+            for parameter in self.experts.parameters():
+                torch.nn.init.normal_(parameter.data, std=0.05).requires_grad_(False)
+
+        def forward(self, *given):
+            return self.experts(*given)
+
+    tokens, rank = 512, 4
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=rank, target_modules=[], target_parameters=names, init_lora_weights=False)
+    frozen = Holder()
+    model = peft.get_peft_model(Holder(), config)
+    weights, ids = torch.rand(tokens, 64, device=target.device).topk(8, -1)
+    x, dout = randn(tokens, 256).requires_grad_(), randn(tokens, 256)
+
+    def step(module):
+        for tensor in (x, *module.parameters()):
+            tensor.grad = None
+        out = module(x, ids, weights)
+        out.backward(dout)
+        return [out.detach(), x.grad.clone(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+    def peak(module):
+        step(module)
+        if target.device == "cpu":
+            return 0
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(module)
+        return torch.cuda.max_memory_allocated() - before
+
+    ours, most = step(model), peak(model) - peak(frozen)
+    activate = ParamWrapper._activate_lora
+    ParamWrapper._activate_lora = smoe.peft._build_weight
+    built = step(model)
+    ParamWrapper._activate_lora = activate
+    off = max(error(a, b) for a, b in zip(ours, built, strict=True))
+    find("LoRA: error against PEFT's own way", off < 0.02, f"{off:.2e}", "0.02")
+    factors = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    # rows of small rank, P and Q, with their pad rows; factors and gradients in both types
+    limit = 4 * (tokens * 8 + 63 * 64) * 8 * 2 + 16 * factors  # ranks are padded to 8
+    find("LoRA: memory above the frozen layer's", most <= limit < frozen.experts.gate_up_proj.nbytes, f"{most}", f"{limit}")
