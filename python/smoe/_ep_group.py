@@ -38,6 +38,10 @@ class Group:
         self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         self.max_tokens, self.num_experts, self.dtype = max_tokens, num_experts, dtype
         self.device = self._device(device)
+        self._compare(
+            max_tokens=max_tokens, hidden=hidden, num_experts=num_experts, top_k=top_k, dtype=dtype, rounding=rounding, tile=tile,
+            waves=waves, device=self.device.type,
+        )  # fmt: skip
         self.context = self.ep = self.windows = None
         self._sizes: dict[tuple, native.Sizes] = {}
         if num_experts % self.size:
@@ -56,6 +60,14 @@ class Group:
         nccl = "nccl" in dist.get_backend(self.process_group)
         device = torch.device(given or (self.mesh.device_type if self.mesh else "cuda" if nccl else "cpu"))
         return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+    def _compare(self, **own) -> None:
+        for rank, others in enumerate(self._gather(own)):
+            for name, value in own.items():
+                if others[name] != value:
+                    pairs = sorted([(self.rank, value), (rank, others[name])], key=lambda pair: pair[0])
+                    (low, first), (high, second) = pairs
+                    raise ValueError(f"smoe.ep.Group: {name} is {first} on rank {low} and {second} on rank {high}")
 
     def _create(self, layer: native.Layer, timeout: float, threads: int | None) -> None:
         made = ctypes.c_void_p()

@@ -228,3 +228,11 @@ _ops.define(
     "int group, float balance_coefficient, float z_coefficient, int needs",
     _moe_backward, _fake_moe_backward,
 )  # fmt: skip
+
+try:  # torch.compile keeps all calls, in their order, because the ranks meet in them
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+except ImportError:  # a torch that orders them by their data alone
+    pass
+else:
+    for _name in ("experts_forward", "experts_backward", "moe_forward", "moe_backward"):
+        _register_effectful_op(getattr(_call, f"ep_{_name}").default, _EffectType.ORDERED)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import smoe
-from smoe import _ep_windows
+from smoe import _ep_ops, _ep_windows, native
 
 E, K, H, I = 8, 3, 32, 16
 TOKENS = (21, 0, 40, 3)
@@ -87,8 +87,13 @@ def test_equal_to_one_process(ranks, tmp_path):
 
 def failing(rank, ranks, folder):
     start(rank, ranks, folder)
-    with pytest.raises((ValueError, RuntimeError), match="max_tokens is 0" if rank == 1 else "rank 1: .*max_tokens is 0"):
-        group_of(max_tokens=0 if rank == 1 else 40)
+    with pytest.raises(ValueError, match="top_k is 3 on rank 0 and 2 on rank 1"):
+        group_of(top_k=3 - rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(native, "query_sizes", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+        with pytest.raises((MemoryError, RuntimeError), match="^no room" if rank == 1 else "smoe.ep.Group: rank 1: no room"):
+            group_of()
     kept, _ep_windows.FOLDER = _ep_windows.FOLDER, f"{folder}/missing" if rank == 1 else _ep_windows.FOLDER
     with pytest.raises(RuntimeError, match="rank 1 cannot make its window of .* bytes: .*missing.*must be on one host"):
         group_of()
@@ -108,6 +113,26 @@ def failing(rank, ranks, folder):
 def test_a_missing_window_and_a_rank_that_dies(tmp_path):
     mp.spawn(failing, (2, tmp_path), nprocs=2)
     assert (tmp_path / "1").exists() and (tmp_path / "ended").exists()
+
+
+def test_compiled_calls_all_happen(monkeypatch, tmp_path):
+    """Also one whose result is not used: the other ranks wait for it."""
+    made, run = [], _ep_ops._run_forward
+    monkeypatch.setattr(_ep_ops, "_run_forward", lambda *given, **numbers: made.append(1) or run(*given, **numbers))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group, given = group_of(), inputs(1)[:5]
+
+        def twice(x, *others):
+            smoe.ep.experts(x, *others, group=group)
+            return smoe.ep.experts(2 * x, *others, group=group)
+
+        with torch.no_grad():
+            torch.compile(twice, backend="aot_eager", fullgraph=True)(*given)
+        assert len(made) == 2
+        group.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_one_rank():
