@@ -46,6 +46,8 @@ train      7B             120  tokens/s of the 7B model
 train      olmoe          110  check_olmoe.py (60 GB of disk)
 train      nan             60  a loss that is not finite: status 3, and the last checkpoint can be evaluated
 train      disk           120  a disk that is full at the first and at a later checkpoint: status 3, the later one resumes
+many       scaling        300  smoe train, 1.4B and 7B on one and on all GPUs: at least 0.95 of the tokens/s of as many single ones
+many       ranks          120  on all GPUs: two runs end with the same bits; a killed rank ends all; rings through sockets
 python     torch          400  tests/python/gpu.py
 python     jax            120  tests/python/jax_gpu.py
 peers      peers          500  bench/peers.py: the paper's layers beside SonicMoE, ScatterMoE and cuBLAS
@@ -225,6 +227,38 @@ part_disk() {
         expect 0 --out later --steps 5 --checkpoints 1 "$text" &&
         (ulimit -f 4000; expect 3 --out later --resume --steps 10 --checkpoints 2 "$text") &&
         expect 0 --out later --resume --steps 10 --checkpoints 2 "$text" && echo "later: resumed with room"
+}
+
+scale() { # NAME, sequences of a GPU, options...: one GPU, then all
+    local name=$1 each=$2
+    shift 2
+    train "one_$name" 60 "$@" --fastest --steps 22 --logs 22 --checkpoints 0 "$work/random.bin" &&
+        train "all_$name" 90 "$@" --gpus "$gpus" --batch $((gpus * each)) --fastest --steps 22 --logs 22 --checkpoints 0 "$work/random.bin" &&
+        echo "$name: $(value "one_$name" device_gb) and $(value "all_$name" device_gb) GB of each GPU" &&
+        job share "one_$name/train.jsonl" "all_$name/train.jsonl" "$gpus"
+}
+
+part_scaling() {
+    local gpus wrong=0
+    gpus=$(nvidia-smi -L | wc -l)
+    random
+    scale 1.4B 10 $middle || wrong=1
+    scale 7B 6 $large || wrong=1
+    return $wrong
+}
+
+part_ranks() {
+    local gpus run started=0
+    gpus=$(nvidia-smi -L | wc -l)
+    for run in a b; do train ranks_$run 30 $little --batch 16 --gpus "$gpus" --checkpoints 1 "$text" || return; done
+    cmp ranks_a/latest/model.safetensors ranks_b/latest/model.safetensors && echo "two runs: the same bits" || return
+    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 train sockets 60 $little --batch 16 --gpus "$gpus" --checkpoints 0 "$text" || return
+    "$bin/smoe" train -q $little --batch 16 --gpus "$gpus" --steps 100000 --checkpoints 9 --evaluations 0 --out killed "$text" &
+    run=$!
+    until [ -s killed/train.jsonl ] || [ $((started += 1)) -gt 300 ]; do sleep 0.1; done
+    kill -9 "$(pgrep -P $run | tail -n 1)"
+    wait $run
+    [ $? -eq 3 ] && within 30 "$bin/smoe" eval --json --device cuda -c killed/latest "$text"
 }
 
 # ---- Python ----

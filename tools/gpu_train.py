@@ -4,6 +4,7 @@
 Usage: gpu_train.py tokens FILE COUNT VOCABULARY     writes COUNT random tokens as a token file
        gpu_train.py compare LOG LOG LIMIT [LINES]    largest relative difference of the losses of two train.jsonl; with
                                                      LINES of the means over LINES lines in a row
+       gpu_train.py share ONE ALL N                  tokens/s of the log of N GPUs / N times those of one: at least 0.95
        gpu_train.py speed LOG                        median tokens/s of a train.jsonl without its first two lines
        gpu_train.py checkpoint OPTIONS...            runs `OPTIONS... --out checkpoint` (smoe train) and times its
                                                      checkpoints beside dd, which copies their files
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 
+LEAST = 0.95  # share of N single GPUs that N GPUs must reach
 MOST = 1.2  # largest ratio of the seconds of a checkpoint to those of dd
 
 
@@ -57,10 +59,20 @@ def compare(first: str, second: str, limit: float, lines: int) -> int:
     return 0 if worst <= limit else 1
 
 
+def rates(log: str) -> list[float]:
+    return [line["tokens_per_s"] for line in read(log)[2:]]
+
+
 def speed(log: str) -> int:
-    rates = [line["tokens_per_s"] for line in read(log)[2:]]
-    print(f"{statistics.median(rates) / 1e3:.1f} k tokens/s, median of {len(rates)} lines")
+    found = rates(log)
+    print(f"{statistics.median(found) / 1e3:.1f} k tokens/s, median of {len(found)} lines")
     return 0
+
+
+def share(one: str, many: str, gpus: int) -> int:
+    single, each = (statistics.median(rates(log)) / n / 1e3 for log, n in ((one, 1), (many, gpus)))
+    print(f"{single:.1f} k tokens/s of one GPU, {each:.1f} k of each of {gpus}: {each / single:.3f} (least {LEAST})")
+    return 0 if each >= LEAST * single else 1
 
 
 def memory(process: int) -> tuple[float, float]:
@@ -128,6 +140,8 @@ def main() -> int:
             return compare(first, second, float(limit), 1)
         case ["compare", first, second, limit, lines]:
             return compare(first, second, float(limit), int(lines))
+        case ["share", one, many, gpus]:
+            return share(one, many, int(gpus))
         case ["speed", log]:
             return speed(log)
         case ["checkpoint", *command] if command:

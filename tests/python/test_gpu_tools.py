@@ -8,6 +8,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def test_share_of_one_gpu(tmp_path):
+    """The first two lines of a log do not count; 0.95 of as many single GPUs is enough, less is not."""
+    for name, rate in (("one", 100.0), ("enough", 381.0), ("less", 379.0)):
+        lines = [1.0, 1.0, rate, rate - 1, rate + 1]
+        (tmp_path / name).write_text("".join(json.dumps({"tokens_per_s": x}) + "\n" for x in lines))
+    command = [sys.executable, ROOT / "tools/gpu_train.py", "share", tmp_path / "one"]
+    done = [subprocess.run([*command, tmp_path / log, "4"], capture_output=True, text=True) for log in ("enough", "less")]
+    assert [run.returncode for run in done] == [0, 1] and "each of 4: 0.95" in done[0].stdout
+
+
 def test_compare_losses(tmp_path):
     """Means over lines compare the curves. A single loss that is off does not count, a curve that is off does."""
     smooth = [3 - i / 30 for i in range(30)]
