@@ -177,8 +177,9 @@ static void clipping_is_close(void **state)
  * always. The same number of ranks gives the same bits, also after a resume. */
 static void another_number_of_ranks_resumes(void **state)
 {
-    const char *sizes = MODEL
-        "--checkpoints 3 --keep 9 --evaluations 3 --evaluation-tokens 160 --last-evaluation-tokens 160 ";
+    const char *sizes =
+        MODEL "--checkpoints 3 --keep 9 --evaluations 3 --evaluation-tokens 160 --last-evaluation-tokens 160 "
+              "--clip 0 "; // with clipping the first step would gather what the load should have
     char command[512];
     struct {
         int ranks, parts, steps;

@@ -315,19 +315,18 @@ static bool read_bias(const safetensors *file, const char *path, model *m, int64
                : fail(err, ERROR_RUNTIME, "%.200s: %.250s", path, why.text);
 }
 
-/* A tensor's weights, and those of the master weights that are here. */
+/* A tensor's weights; with arrays those whose states are here, also as master weights. */
 static bool read_weight(const safetensors *file, const param_tensor *p, const tensor *t, model *m,
                         const adamw_arrays *arrays, stream *pieces, error *err)
 {
     const int64_t begin = (int64_t)p->offset, count = (int64_t)p->count;
-    float *master = arrays ? arrays->master : NULL, *whole = master && !arrays->runs ? master + begin : NULL;
+    const smoe_type type = m->device->type;
     state_run run;
-    if (!stream_write(pieces, weights_at(&m->weights, p->offset), m->device->type, whole, file, t, 0, count,
-                      err))
-        return false;
-    if (!master || whole) return true;
+    if (!arrays)
+        return stream_write(pieces, weights_at(&m->weights, p->offset), type, NULL, file, t, 0, count, err);
     for (int64_t at = begin; state_run_next(arrays, at, begin + count, &run); at = run.first + run.count)
-        if (!stream_write(pieces, NULL, SMOE_TYPE_F32, master + run.state, file, t, run.first - begin,
+        if (!stream_write(pieces, weights_at(&m->weights, (size_t)run.first), type,
+                          arrays->master ? arrays->master + run.state : NULL, file, t, run.first - begin,
                           run.count, err))
             return false;
     return true;

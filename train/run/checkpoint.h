@@ -63,10 +63,10 @@ bool checkpoint_find(const char *path, char *name, size_t size, error *err);
 /* Reads config.json. The caller then makes a model of this config, and checkpoint_load_weights fills it. */
 bool checkpoint_load_config(const char *path, model_config *config, error *err);
 
-/* Loads the weights from model.safetensors, or from the shards of model.safetensors.index.json, to the model
- * and, unless `arrays` is NULL, to its master weights. Errors: a tensor of the model is missing, has another
- * shape or is an integer; the file has a tensor that the model does not have; a model with a tied embedding
- * has a head that differs from the embedding. */
+/* Loads the weights from model.safetensors, or from the shards of model.safetensors.index.json, to the model.
+ * With `arrays` only those whose states are here, also to the master weights. Errors: a tensor of the model
+ * is missing, has another shape or is an integer; the file has a tensor that the model does not have; a model
+ * with a tied embedding has a head that differs from the embedding. */
 bool checkpoint_load_weights(const char *path, model *m, const adamw_arrays *arrays, error *err);
 
 /* Reads state and, unless m is NULL, the AdamW moments into arrays. */

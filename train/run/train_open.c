@@ -143,6 +143,15 @@ static bool plan_validations(train_loop *r, error *err)
     return true;
 }
 
+/* Loads the weights of a checkpoint. Of several ranks each reads its parts, and all gather them. */
+static bool load_weights(train_loop *r, const char *path, error *err)
+{
+    if (!checkpoint_load_weights(path, &r->model, &r->optimizer.arrays, err)) return false;
+    r->step.stale = r->comm != NULL;
+    step_settle(&r->step);
+    return true;
+}
+
 /* Loads OUT/latest. Its seed, its batch and its text must be those of the settings. */
 static bool resume(train_loop *r, error *err)
 {
@@ -150,8 +159,7 @@ static bool resume(train_loop *r, error *err)
     char path[PATH_BYTES];
     if (!checkpoint_find(s->out, path, sizeof path, err)) return false;
     const adamw_arrays *arrays = &r->optimizer.arrays;
-    if (!checkpoint_load_weights(path, &r->model, arrays, err) ||
-        !checkpoint_load_state(path, &r->model, arrays, &r->state, err))
+    if (!load_weights(r, path, err) || !checkpoint_load_state(path, &r->model, arrays, &r->state, err))
         return false;
     if (r->state.seed != s->seed || r->state.batch != s->batch)
         return fail(err, ERROR_USAGE,
@@ -182,7 +190,7 @@ static bool take_weights(train_loop *r, error *err)
     have.context = s->config.context; // no weight depends on it
     if (!model_config_same(&have, &s->config, &why))
         return fail(err, ERROR_USAGE, "%.200s has other sizes or settings: %.250s", path, why.text);
-    return checkpoint_load_weights(path, &r->model, &r->optimizer.arrays, err);
+    return load_weights(r, path, err);
 }
 
 /* The folder is rank 0's: it locks it and has checked it, before the others come to write there. */
