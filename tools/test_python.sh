@@ -2,12 +2,13 @@
 # Runs the tests of the Python package that need no GPU, each in an environment of its own in the build folder: with PyTorch and
 # Transformers, with Transformers' own test of experts functions, with a wheel that is built, checked and installed into an
 # empty environment, and with JAX.
-# usage: tools/test_python.sh BUILD   BUILD/release: a finished build of the library
+# usage: tools/test_python.sh BUILD [VERSION ...]   BUILD/release: a finished build of the library
+# With versions of Transformers (5.18.0, newest) only the tests that use it run, with each of them.
 # The last line reads "N passed, N failed, N skipped". Without a network the tests count as skipped, or with CI=true as failed.
 set -u
 cd "$(dirname "$0")/.." || exit 3
-[ $# -eq 1 ] || {
-    sed -n '2,6s/^# //p' "$0" >&2
+[ $# -ge 1 ] || {
+    sed -n '2,7s/^# //p' "$0" >&2
     exit 2
 }
 mkdir -p "$1/python" || exit 3
@@ -76,6 +77,37 @@ run_pytest() { # environment, log, arguments of python
     [ $((good + bad + left)) -gt 0 ] || bad=1 # it ran nothing, or never came to its last line
     passed=$((passed + good)) failed=$((failed + bad)) skipped=$((skipped + left))
 }
+
+# Makes an environment with another version of Transformers, and all else of the one with PyTorch.
+install_transformers() { # environment, version
+    rm -rf "$1"
+    python3 -m venv "$1" || return 1
+    site=$(echo "$1"/lib/python3*/site-packages)
+    "$folder/torch/bin/python" -c 'import sys; print(*sys.path[1:], sep="\n")' | grep site-packages >"$site/torch.pth"
+    wanted=transformers
+    [ "$2" = newest ] || wanted="transformers==$2"
+    "$1/bin/python" -m pip install --quiet --no-cache-dir --disable-pip-version-check --upgrade "$wanted"
+}
+
+shift
+if [ $# -gt 0 ] && have "$folder/torch" tests/python/requirements.txt; then
+    for version in "$@"; do
+        environment=$folder/transformers-$version
+        if install_transformers "$environment" "$version" >"$folder/install.log" 2>&1; then
+            echo "== $("$environment/bin/python" -c 'import transformers; print("transformers", transformers.__version__)')"
+            run_pytest "$environment" "$environment.log" -m pytest -q -rs tests/python/test_transformers.py \
+                tests/python/test_gates.py tests/python/test_gpt_oss.py tests/python/test_check.py \
+                tests/python/test_finetune.py tests/python/test_finetune_qwen3.py
+        else
+            lacks "transformers $version" "$folder/install.log"
+        fi
+    done
+fi
+if [ $# -gt 0 ]; then
+    echo "$passed passed, $failed failed, $skipped skipped"
+    [ "$failed" -eq 0 ]
+    exit
+fi
 
 if have "$folder/torch" tests/python/requirements.txt; then
     if fetch >"$folder/fetch.log" 2>&1; then
