@@ -2,7 +2,7 @@
 # Makes a repository of Hugging Face's `kernels` from a wheel, and loads it with that package's own loader.
 # usage: tools/kernels_repo.sh WHEEL OUT   WHEEL: as tools/wheel.sh makes it; OUT: the new folder, to be uploaded as it is
 # The variant is torch-cuda without architecture or versions: the package loads its C library by path and calls it through
-# ctypes, so one variant serves every torch. The check needs a network for pip, and torch in the Python on PATH.
+# ctypes, so one variant serves every torch. The check needs torch in the Python on PATH, and pip's network: 77 without it.
 set -eu
 if [ $# -ne 2 ] || [ -e "$2" ]; then
     sed -n '2,5s/^# //p' "$0" >&2
@@ -30,7 +30,10 @@ EOF
 
 python3 -m venv "$2.check"
 python3 -c 'import site; print(site.getsitepackages()[0])' >"$(echo "$2.check"/lib/python3*/site-packages)/torch.pth"
-"$2.check/bin/python" -m pip install --quiet --disable-pip-version-check kernels
+"$2.check/bin/python" -m pip install --quiet --disable-pip-version-check kernels || {
+    echo "$2 is made, but not checked: kernels cannot be installed" >&2
+    exit 77
+}
 env -u PYTHONPATH -u SMOE_LIBRARY "$2.check/bin/python" - "$2" <<'PY'
 import importlib
 import sys

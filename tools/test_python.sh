@@ -130,6 +130,16 @@ if [ -e "$folder/torch/requirements.txt" ]; then # it is installed
     echo "== wheel"
     if PATH=$folder/torch/bin:$PATH tools/wheel.sh "$folder/wheel" "$release"; then
         passed=$((passed + 1))
+        echo "== kernels"
+        rm -rf "$folder/kernels" "$folder/kernels.check"
+        if PATH=$folder/torch/bin:$PATH tools/kernels_repo.sh "$folder"/wheel/smoe-*.whl "$folder/kernels"; then
+            passed=$((passed + 1))
+        elif [ $? -eq 77 ]; then
+            lacks kernels /dev/null
+        else
+            echo "FAILED: the repository for Hugging Face's kernels"
+            failed=$((failed + 1))
+        fi
     else
         echo "FAILED: the wheel"
         failed=$((failed + 1))
