@@ -136,7 +136,7 @@ template <> SMOE_DEVICE float hyperbolic<__half>(float x)
 // limit tanh(x/limit)
 template <typename T> SMOE_DEVICE curve capped(float x, float limit)
 {
-    const float t = hyperbolic<T>(__fdividef(x, limit));
+    const float t = hyperbolic<T>(x * __fdividef(1.0f, limit));
     return {limit * t, fmaf(-t, t, 1.0f)};
 }
 

@@ -226,6 +226,15 @@ SMOE_DEVICE uint4 load_global16_if(uint32_t real, const void *from)
     return v;
 }
 
+// The word at `from` if it is real, else `otherwise`. Nothing writes these words while the kernel runs.
+SMOE_DEVICE int load_word_if(bool real, const int *from, int otherwise)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.global.nc.u32 %0, [%1];\n}"
+                 : "+r"(otherwise)
+                 : "l"(from), "r"((uint32_t)real));
+    return otherwise;
+}
+
 SMOE_DEVICE void prefetch_l2(const void *address)
 {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");

@@ -277,6 +277,8 @@ template <class G> struct pipeline {
     {
         slot = slot == LAST_SLOT ? 0 : slot + SLOT_BYTES;
     }
+    // Begins the next unit. After the last one the copies run on: no element of those steps exists, so they
+    // read nothing that is multiplied.
     SMOE_DEVICE void begin_unit()
     {
         if (unit >= units) return;
@@ -285,19 +287,22 @@ template <class G> struct pipeline {
         step = 0;
         gemm.begin(at);
     }
-    // One step more; after the last one an empty group, so that the number of groups stays right.
+    // Without a branch, so that the compiler can put it among the multiplications.
     SMOE_DEVICE void copy_step()
     {
-        if (unit < units) {
-            gemm.copy_a(step, shared + fill);
-            gemm.copy_b(step, shared + fill + A_BYTES);
-            if (++step == steps) {
-                unit += (int)gridDim.x;
-                begin_unit();
-            }
-        }
+        gemm.copy_a(step, shared + fill);
+        gemm.copy_b(step, shared + fill + A_BYTES);
         commit_copies();
         advance(fill);
+        step++;
+    }
+    // To be called after each copy_step.
+    SMOE_DEVICE void end_copy()
+    {
+        if (step == steps) {
+            unit += (int)gridDim.x;
+            begin_unit();
+        }
     }
     // The next step has landed for all warps, and all have read the step before. A named barrier, because
     // warps come to it at different places of the code.
@@ -309,7 +314,10 @@ template <class G> struct pipeline {
     SMOE_DEVICE void start()
     {
         begin_unit();
-        for (int i = 0; i < STAGES - 1; i++) copy_step();
+        for (int i = 0; i < STAGES - 1; i++) {
+            copy_step();
+            end_copy();
+        }
         await_step();
     }
     static SMOE_DEVICE void multiply_fragments(warp_sums &c, const uint32_t (&a)[4][4],
@@ -343,6 +351,7 @@ template <class G> struct pipeline {
                 tile_b::load(b[(kk + 1) & 1], at_b + read, (kk + 1) % KK);
                 if (kk == 0) copy_step();
                 multiply_fragments(c, a[kk & 1], b[kk & 1]);
+                if (kk == 0) end_copy();
             }
     }
     // A warp without elements in a tile copies its part.
@@ -350,6 +359,7 @@ template <class G> struct pipeline {
     {
         for (int i = 0; i < count; i++) {
             copy_step();
+            end_copy();
             await_step();
             advance(read);
         }

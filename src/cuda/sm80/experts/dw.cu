@@ -124,17 +124,19 @@ template <int SIZE> struct gathered_rows {
     using copier = mn_major<SIZE>;
     int token[copier::COUNT];
     int row;       // the thread's first row of the next step
-    int end;       // of the piece
+    int end;       // of the rows that have tokens
     int column;    // the thread's
     uint32_t real; // it exists
 
+    // Without a list of tokens, row i is token i. Without branches (gemm_sync.cuh: copy_step).
     SMOE_DEVICE void read_tokens(const moe_dw &p)
     {
+        const int32_t *const from = p.row_token + row;
 #pragma unroll
         for (int i = 0; i < copier::COUNT; i++) {
             const int at = row + i * copier::APART;
-            token[i] = -1;
-            if (at < end) token[i] = p.row_token ? __ldg(p.row_token + at) : at < p.rows ? at : -1;
+            const bool exists = at < end;
+            token[i] = load_word_if(exists && p.row_token, from + i * copier::APART, exists ? at : -1);
         }
     }
     SMOE_DEVICE void begin(const moe_dw &p, int first_row, int rows, int first_column)
@@ -142,17 +144,17 @@ template <int SIZE> struct gathered_rows {
         column = first_column + copier::column();
         row = first_row + copier::row();
         end = first_row + rows;
+        if (!p.row_token) end = min(end, (int)p.rows);
         real = column < p.hidden;
         read_tokens(p);
     }
     SMOE_DEVICE void copy(const moe_dw &p, uint32_t slot)
     {
-        const uint32_t vectors = (uint32_t)p.hidden / 8, vector = real ? (uint32_t)column / 8 : 0;
+        const uint32_t vectors = (uint32_t)p.hidden / 8, vector = (uint32_t)column / 8;
 #pragma unroll
         for (int i = 0; i < copier::COUNT; i++)
             copier::copy_row(slot, i, token[i] >= 0 ? real : 0,
-                             (const char *)p.tokens +
-                                 (size_t)((uint32_t)max(token[i], 0) * vectors + vector) * 16);
+                             (const char *)p.tokens + (size_t)((uint32_t)token[i] * vectors + vector) * 16);
         row += STEP;
         read_tokens(p);
     }

@@ -33,7 +33,7 @@ template <typename T, bool LORA> struct dx_gemm {
     const moe_dx_rows &p;
     const tile_list list;
     even_rows<TILE_ROWS> rows;
-    const char *w1; // the thread's column of the expert's W1
+    const char *w1; // the thread's column of the expert's W1, of its first row of the next step
     uint32_t real;  // it exists
     tile_place at;  // LORA: where the copies are
 
@@ -73,7 +73,8 @@ template <typename T, bool LORA> struct dx_gemm {
         for (int i = 0; i < copier::COUNT; i++)
             rows.real |= (i < at.blocks && at.row + r + i * copier::APART < p.rows ? 1u : 0u) << i;
         w1 = (const char *)p.w1 +
-             ((int64_t)at.expert * p.halves * p.intermediate * p.hidden + p.first_column + column) * 2;
+             ((int64_t)at.expert * p.halves * p.intermediate * p.hidden + p.first_column + column) * 2 +
+             weights::row() * rows_apart();
         real = column < p.columns;
     }
     SMOE_DEVICE void copy_a(int step, uint32_t slot)
@@ -82,11 +83,11 @@ template <typename T, bool LORA> struct dx_gemm {
             return copy_low(slot, p.lora, at.row, at.blocks, step - steps_of_k());
         rows.copy(slot, step, (uint32_t)dh_width() / 8);
     }
-    // Column k of dH is gate k, or up k - n. Interleaved, gate and up rows of W1 alternate.
-    SMOE_DEVICE int row_of(int k) const
+    // Column k of dH is gate k, or up k - n. Interleaved, gate and up rows of W1 alternate: gate k is row 2k,
+    // up k - n is row 2k - (2n - 1).
+    SMOE_DEVICE int64_t rows_apart() const
     {
-        const int n = (int)p.intermediate;
-        return p.interleaved ? k < n ? 2 * k : 2 * (k - n) + 1 : k;
+        return (p.interleaved ? 2 : 1) * p.hidden * 2;
     }
     SMOE_DEVICE void copy_b(int step, uint32_t slot)
     {
@@ -94,13 +95,15 @@ template <typename T, bool LORA> struct dx_gemm {
             return copy_low_factor(slot, p.lora, at.expert, p.hidden,
                                    p.first_column + at.column_tile * TILE_COLUMNS + weights::column(),
                                    step - steps_of_k(), real);
-        const int rows_of_w1 = p.halves * (int)p.intermediate;
+        const int n = (int)p.intermediate, rows_of_w1 = p.halves * n;
+        const int64_t back = p.interleaved ? (2 * n - 1) * p.hidden * 2 : 0;
 #pragma unroll
         for (int i = 0; i < weights::COUNT; i++) {
             const int k = step * STEP + weights::row() + i * weights::APART;
             weights::copy_row(slot, i, k < rows_of_w1 ? real : 0,
-                              w1 + (uint64_t)(uint32_t)row_of(k) * ((uint32_t)p.hidden * 2));
+                              w1 + i * weights::APART * rows_apart() - (k < n ? 0 : back));
         }
+        w1 += STEP * rows_apart();
     }
     SMOE_DEVICE bool active(const tile_place &at, int warp_row, int warp_column) const
     {

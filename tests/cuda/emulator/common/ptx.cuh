@@ -199,6 +199,11 @@ SMOE_DEVICE uint4 load_global16_if(uint32_t real, const void *from)
     return v;
 }
 
+SMOE_DEVICE int load_word_if(bool real, const int *from, int otherwise)
+{
+    return real ? *from : otherwise;
+}
+
 SMOE_DEVICE void prefetch_l2(const void *)
 {
 }
