@@ -224,8 +224,8 @@ SMOE_API const char *smoe_last_error(const smoe_context *context);
  */
 typedef struct smoe_ep smoe_ep;
 
-/* Which kernels a cuda context has: "Hopper (9.0)" or "portable (8.0 and later)"; "" for the CPU backend.
- * Static text, never NULL. */
+/* Which kernels a cuda context has: "Hopper (9.0)", or "portable (8.0 and later): " and why it has these; ""
+ * for the CPU backend. The text belongs to the context. Never NULL. */
 SMOE_API const char *smoe_kernels_string(const smoe_context *context);
 
 /* ---- The description of a layer ------------------------------------------------------------------------ */

@@ -80,6 +80,21 @@ static const char *architecture_for(const moe_device *device)
     }
 }
 
+static void describe_kernels(smoe_context *context, device_state *state, int wanted)
+{
+    const moe_device *device = &state->device;
+    char *text = state->kernels_text;
+    const size_t size = sizeof state->kernels_text;
+    if (state->kernels != &moe_sm80_kernels)
+        snprintf(text, size, "%s", state->kernels->name);
+    else if (wanted != SMOE_KERNELS_BEST)
+        snprintf(text, size, "%s: the option kernels says so", state->kernels->name);
+    else
+        snprintf(text, size, "%s: this build has no others for compute capability %d.%d",
+                 state->kernels->name, device->major, device->minor);
+    context->kernels = text;
+}
+
 /* Chooses and prepares the kernels for the device, which is current. */
 static smoe_status take_kernels(smoe_context *context, device_state *state,
                                 const smoe_context_options *options)
@@ -100,7 +115,7 @@ static smoe_status take_kernels(smoe_context *context, device_state *state,
     state->sms = sms ? sms : device->sms;
     state->kernels = kernels_for(device, wanted);
     if (!state->kernels) return refuse_generation(context, device);
-    context->kernels = state->kernels->name;
+    describe_kernels(context, state, wanted);
     const size_t bytes = state->kernels->state_bytes;
     state->own = calloc(1, bytes ? bytes : 1);
     if (!state->own)

@@ -10,7 +10,8 @@ typedef struct device_state {
     moe_device device;
     int sms; /* of a launch: those of the device, or fewer */
     const moe_kernels *kernels;
-    void *own; /* what the kernels' generation keeps for the device */
+    char kernels_text[96]; /* smoe_kernels_string */
+    void *own;             /* what the kernels' generation keeps for the device */
 } device_state;
 
 /* A stage beside which something else runs may lower `sms` of its launches. No result depends on it: work
