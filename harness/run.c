@@ -102,10 +102,7 @@ static bool has_losses(const run *r)
 /* Does the backward read the logits? What it does not read it has to take as NULL. */
 static bool reads_logits(const run *r)
 {
-    const smoe_layer *l = &r->layer;
-    const bool softmax_of_kept =
-        l->score == SMOE_SCORE_TOPK_SOFTMAX || (l->score == SMOE_SCORE_SOFTMAX_TOPK && l->renormalize);
-    return has_losses(r) || l->rounding != SMOE_ROUNDING_NONE || !softmax_of_kept;
+    return has_losses(r) || r->sizes.backward_reads_logits;
 }
 
 /* The coefficients of the losses. With loss_gradients that of the balance loss is given there alone, and half

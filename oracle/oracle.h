@@ -94,6 +94,9 @@ void oracle_backward_run(const smoe_layer *layer, const oracle_input *input, con
                          bool with_router, oracle_backward *backward);
 void oracle_backward_free(oracle_backward *backward);
 
+/* The weight of a pair, t E + e, that rounding adds. */
+double oracle_added_weight(const smoe_layer *layer, const oracle_forward *forward, int64_t pair);
+
 /* ---- The stages of oracle_forward_run, on a zeroed *forward ---- */
 
 void oracle_logits(const smoe_layer *layer, const oracle_input *input, oracle_forward *forward);

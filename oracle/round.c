@@ -1,6 +1,7 @@
 /* Token rounding: how many tokens each expert gets under the six rules, and which tokens. */
 #include "oracle/number.h"
 #include "oracle/oracle.h"
+#include "oracle/score.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -62,7 +63,7 @@ static double key_of(const smoe_layer *layer, double score)
 
 static candidate make_candidate(const smoe_layer *layer, int64_t token, bool selected, double score)
 {
-    const double slack = 1e-6 * fabs(score) + (layer->score == SMOE_SCORE_SIGMOID ? 3e-7 : 0.0);
+    const double slack = 1e-6 * fabs(score) + (score_is_sigma(layer->score) ? 3e-7 : 0.0);
     return (candidate){token,
                        selected,
                        score,
@@ -126,10 +127,10 @@ static int64_t take(const smoe_layer *layer, const oracle_input *input, const ca
     return taken;
 }
 
-static double added_weight(const smoe_layer *layer, const oracle_forward *forward, int64_t pair)
+double oracle_added_weight(const smoe_layer *layer, const oracle_forward *forward, int64_t pair)
 {
     const double logit = forward->logits[pair];
-    const double raw = layer->score == SMOE_SCORE_SIGMOID ? 1.0 / (1.0 + exp(-logit))
+    const double raw = score_is_sigma(layer->score) ? sigma_of(logit)
                        : isnan(logit)                     ? NAN
                                                           : forward->probability[pair];
     return raw * (double)layer->route_scale;
@@ -173,7 +174,7 @@ static void round_expert(const smoe_layer *layer, const oracle_input *input, ora
             forward->pair_weight[pair] = 0.0;
         } else if (!ranked[i].selected) {
             forward->pair[pair] = ORACLE_ADDED;
-            forward->pair_weight[pair] = added_weight(layer, forward, pair);
+            forward->pair_weight[pair] = oracle_added_weight(layer, forward, pair);
             if (input->round_stores)
                 forward->pair_weight[pair] = oracle_round_to(forward->pair_weight[pair], SMOE_TYPE_F32);
         }

@@ -1,6 +1,7 @@
 /* Logits, scores, the top-K of every token with its weights, and the losses. */
 #include "oracle/number.h"
 #include "oracle/oracle.h"
+#include "oracle/score.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -54,7 +55,7 @@ static void allow_groups(const smoe_layer *layer, const double *selection, unsig
                          int64_t *undecided)
 {
     const int64_t experts = layer->experts, groups = layer->groups, size = experts / groups;
-    if (layer->score != SMOE_SCORE_SIGMOID || layer->groups_kept == layer->groups) {
+    if (!score_is_sigma(layer->score) || layer->groups_kept == layer->groups) {
         for (int64_t e = 0; e < experts; e++) allowed[e] = 1;
         return;
     }
@@ -101,7 +102,7 @@ static void choose(const smoe_layer *layer, const double *selection, unsigned ch
 static int64_t count_close(const smoe_layer *layer, const double *selection, const unsigned char *left,
                            const int64_t *ids)
 {
-    if (layer->score != SMOE_SCORE_SIGMOID) return 0;
+    if (!score_is_sigma(layer->score)) return 0;
     int64_t undecided = 0;
     for (int64_t k = 0; k < layer->topk; k++) {
         const double s = selection[ids[k]];
@@ -123,7 +124,7 @@ static void weigh(const smoe_layer *layer, const double *logits, const double *r
     const int64_t topk = layer->topk;
     double sum = 0.0;
     bool poisoned = false;
-    const bool over_kept = layer->renormalize || layer->score == SMOE_SCORE_TOPK_SOFTMAX;
+    const bool over_kept = weights_sum_to_one(layer);
     double max = -INFINITY;
     for (int64_t k = 0; k < topk; k++)
         if (logits[ids[k]] > max) max = logits[ids[k]];
@@ -131,7 +132,7 @@ static void weigh(const smoe_layer *layer, const double *logits, const double *r
         const double l = logits[ids[k]];
         if (isnan(l)) poisoned = true;
         weights[k] = raw[ids[k]];
-        if (over_kept && layer->score != SMOE_SCORE_SIGMOID) weights[k] = l == max ? 1.0 : exp(l - max);
+        if (over_kept && !score_is_sigma(layer->score)) weights[k] = l == max ? 1.0 : exp(l - max);
         sum += weights[k];
     }
     for (int64_t k = 0; k < topk; k++) {
@@ -161,9 +162,9 @@ void oracle_route(const smoe_layer *layer, const oracle_input *input, oracle_for
         const bool counted = !input->token_mask || input->token_mask[t];
         if (counted) z += logsumexp * logsumexp;
         forward->counted += counted;
-        const bool sigmoid = layer->score == SMOE_SCORE_SIGMOID;
+        const bool sigmoid = score_is_sigma(layer->score);
         for (int64_t e = 0; e < experts; e++) {
-            sigma[e] = 1.0 / (1.0 + exp(-logits[e]));
+            sigma[e] = sigma_of(logits[e]);
             const double bias = input->selection_bias ? input->selection_bias[e] : 0.0;
             selection[e] = sigmoid ? sigma[e] + bias : logits[e];
             forward->score[t * experts + e] = sigmoid ? selection[e] : p[e];

@@ -2,6 +2,7 @@
  * each pair, 0 if there is no pair. */
 #include "oracle/number.h"
 #include "oracle/oracle.h"
+#include "oracle/score.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -25,12 +26,12 @@ static void through_normalised(const smoe_layer *layer, const double *logits, co
     for (int64_t k = 0; k < topk; k++) max = fmax(max, logits[ids[k]]);
     for (int64_t k = 0; k < topk; k++) {
         const double l = logits[ids[k]];
-        raw[k] = layer->score == SMOE_SCORE_SIGMOID ? 1.0 / (1.0 + exp(-l)) : l == max ? 1.0 : exp(l - max);
+        raw[k] = score_is_sigma(layer->score) ? sigma_of(l) : l == max ? 1.0 : exp(l - max);
         dw[k] = (double)layer->route_scale * ds[ids[k]];
         sum += raw[k];
     }
     for (int64_t k = 0; k < topk; k++) normal[k] = raw[k] / sum;
-    if (layer->score != SMOE_SCORE_SIGMOID) {
+    if (!score_is_sigma(layer->score)) {
         through_softmax(normal, dw, ids, topk, dl);
         return;
     }
@@ -44,10 +45,10 @@ static void through_plain(const smoe_layer *layer, const double *logits, const d
 {
     for (int64_t e = 0; e < layer->experts; e++) {
         dp[e] = (double)layer->route_scale * ds[e];
-        const double sigma = 1.0 / (1.0 + exp(-logits[e]));
-        if (layer->score == SMOE_SCORE_SIGMOID && dp[e] != 0.0) dl[e] += dp[e] * sigma * (1.0 - sigma);
+        const double sigma = sigma_of(logits[e]);
+        if (score_is_sigma(layer->score) && dp[e] != 0.0) dl[e] += dp[e] * sigma * (1.0 - sigma);
     }
-    if (layer->score != SMOE_SCORE_SIGMOID) through_softmax(p, dp, NULL, layer->experts, dl);
+    if (!score_is_sigma(layer->score)) through_softmax(p, dp, NULL, layer->experts, dl);
 }
 
 /* balance: E sum_e (count_e / C) mean_t p[t,e];  z: mean_t logsumexp^2;  C counted tokens, of which t is one
@@ -75,7 +76,7 @@ void oracle_router_backward(const smoe_layer *layer, const oracle_input *input, 
                             const double *ds, double *dlogits)
 {
     const int64_t experts = layer->experts;
-    const bool normalised = layer->renormalize || layer->score == SMOE_SCORE_TOPK_SOFTMAX;
+    const bool normalised = weights_sum_to_one(layer);
     const size_t pairs = (size_t)(layer->tokens * experts);
     double *kept = oracle_alloc(pairs, sizeof *kept);   /* (T, E) dL/dw of normalised weights */
     double *plain = oracle_alloc(pairs, sizeof *plain); /* (T, E) dL/dw of weights that are p or sigma */

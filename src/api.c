@@ -63,9 +63,9 @@ static smoe_status check_forward_fields(smoe_context *context, const smoe_layer 
                                         const smoe_forward_args *a)
 {
     if (layer->entry != SMOE_ENTRY_FROM_LOGITS) return SMOE_OK;
-    if (a->selection_bias && layer->score != SMOE_SCORE_SIGMOID)
+    if (a->selection_bias && !moe_score_takes_bias(layer->score))
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
-                        "%s: selection_bias is given, but only SMOE_SCORE_SIGMOID has one",
+                        "%s: selection_bias is given, but only" MOE_BIASED_SCORES " has one",
                         context->function);
     if (a->router_bias && !a->router_weight)
         return moe_fail(context, SMOE_ERROR_ARGUMENT, "%s: router_bias is given without router_weight",

@@ -1,6 +1,7 @@
 /* Argument checks. Limits stand next to the messages that name them. */
 #include "check.h"
 #include "activations.h"
+#include "scores.h"
 #include "ep.h"
 
 #include <float.h>
@@ -129,8 +130,9 @@ static const named_value activations[] = {MOE_ACTIVATIONS(ACTIVATION)};
 static const named_value layouts[] = {NAMED(SMOE_LAYOUT_CONCATENATED), NAMED(SMOE_LAYOUT_INTERLEAVED)};
 static const named_value entries[] = {NAMED(SMOE_ENTRY_FROM_LOGITS), NAMED(SMOE_ENTRY_FROM_TOPK),
                                       NAMED(SMOE_ENTRY_FROM_ROWS)};
-static const named_value scores[] = {NAMED(SMOE_SCORE_SOFTMAX_TOPK), NAMED(SMOE_SCORE_TOPK_SOFTMAX),
-                                     NAMED(SMOE_SCORE_SIGMOID)};
+#define SCORE(enumerator, name, key, value, over, selection) NAMED(enumerator),
+static const named_value scores[] = {MOE_SCORES(SCORE)};
+#undef SCORE
 static const named_value roundings[] = {NAMED(SMOE_ROUNDING_NONE),      NAMED(SMOE_ROUNDING_NR_F),
                                         NAMED(SMOE_ROUNDING_SR_F),      NAMED(SMOE_ROUNDING_NR_S),
                                         NAMED(SMOE_ROUNDING_BALANCE_F), NAMED(SMOE_ROUNDING_UP),
@@ -241,9 +243,9 @@ static smoe_status check_groups(smoe_context *context, const char *function, con
                                   {"groups_kept", l->groups_kept, 1, l->groups}};
     const smoe_status status = check_ranges(context, function, SMOE_ERROR_SHAPE, ranges, COUNT(ranges));
     if (status != SMOE_OK || l->groups == 1) return status;
-    if (l->entry != SMOE_ENTRY_FROM_LOGITS || l->score != SMOE_SCORE_SIGMOID)
+    if (l->entry != SMOE_ENTRY_FROM_LOGITS || !moe_score_takes_bias(l->score))
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
-                        "%s: groups is %d, but groups need SMOE_SCORE_SIGMOID from logits", function,
+                        "%s: groups is %d, but groups need" MOE_BIASED_SCORES " from logits", function,
                         (int)l->groups);
     if (l->experts % l->groups || l->experts / l->groups < 2)
         return moe_fail(context, SMOE_ERROR_SHAPE,
@@ -263,10 +265,10 @@ static smoe_status check_router(smoe_context *context, const char *function, con
                         "%s: rounding is %s, but entry is %s: rounding needs SMOE_ENTRY_FROM_LOGITS",
                         function, name_of(roundings, COUNT(roundings), (int)l->rounding),
                         moe_entry_name(l->entry));
-    if (l->entry == SMOE_ENTRY_FROM_LOGITS && l->score == SMOE_SCORE_TOPK_SOFTMAX && l->renormalize)
+    if (l->entry == SMOE_ENTRY_FROM_LOGITS && moe_score_over(l->score) == MOE_OVER_kept && l->renormalize)
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
-                        "%s: renormalize is 1, but the weights of SMOE_SCORE_TOPK_SOFTMAX sum to one already",
-                        function);
+                        "%s: renormalize is 1, but the weights of %s sum to one already", function,
+                        name_of(scores, COUNT(scores), (int)l->score));
     if (!(l->route_scale > 0.0f && l->route_scale < 1e30f))
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
                         "%s: route_scale is %g, it must be positive and below 1e30", function,

@@ -7,14 +7,9 @@
 #ifndef SMOE_RANK_H
 #define SMOE_RANK_H
 
-#include <smoe.h>
-#include <string.h>
+#include "scores.h"
 
-#ifdef __CUDACC__
-#define SMOE_HOST_DEVICE __host__ __device__ static inline
-#else
-#define SMOE_HOST_DEVICE static inline
-#endif
+#include <string.h>
 
 /* ---- Float operations ---- */
 
@@ -119,39 +114,6 @@ SMOE_HOST_DEVICE uint32_t moe_score_key(float score, smoe_type logits_type)
     return 0;
 }
 
-/* Are the experts of a token ranked by sigma + selection_bias, rather than by the logits? */
-SMOE_HOST_DEVICE int moe_ranks_by_sigmoid(smoe_score score)
-{
-    switch (score) {
-    case SMOE_SCORE_SOFTMAX_TOPK:
-    case SMOE_SCORE_TOPK_SOFTMAX: return 0;
-    case SMOE_SCORE_SIGMOID: return 1;
-    }
-    return 0;
-}
-
-/* Do the weights of the kept pairs come from p, the softmax over all E? */
-SMOE_HOST_DEVICE int moe_weights_from_softmax(smoe_score score)
-{
-    switch (score) {
-    case SMOE_SCORE_SOFTMAX_TOPK: return 1;
-    case SMOE_SCORE_TOPK_SOFTMAX:
-    case SMOE_SCORE_SIGMOID: return 0;
-    }
-    return 0;
-}
-
-/* Are the weights of the kept pairs divided by their sum? */
-SMOE_HOST_DEVICE int moe_weights_are_divided(const smoe_layer *layer)
-{
-    switch (layer->score) {
-    case SMOE_SCORE_TOPK_SOFTMAX: return 1;
-    case SMOE_SCORE_SOFTMAX_TOPK:
-    case SMOE_SCORE_SIGMOID: break;
-    }
-    return layer->renormalize;
-}
-
 #pragma GCC diagnostic pop
 
 /* ---- exp, softmax, sigmoid ---- */
@@ -203,22 +165,38 @@ SMOE_HOST_DEVICE float moe_sigmoid(float logit)
     return moe_is_nan(logit) ? logit : s;
 }
 
+/* ---- Scores with a curve: MOE_VALUE_CURVE for each of scores.h ---- */
+
+#define MOE_VALUE_softmax break
+#define MOE_VALUE_sigmoid return moe_sigmoid(logit)
+
 #pragma GCC diagnostic push
 #pragma GCC diagnostic error "-Wswitch"
 
-/* A kept pair's weight before it is divided. first: the logit of the token's best expert; max and sum: of the
- * softmax over all E. */
-SMOE_HOST_DEVICE float moe_raw_weight(smoe_score score, float logit, float first, float max, float sum)
+/* f of a logit. Not asked of a softmax. */
+SMOE_HOST_DEVICE float moe_score_value(smoe_score score, float logit)
 {
     switch (score) {
-    case SMOE_SCORE_SOFTMAX_TOPK: return moe_div(moe_softmax_term(logit, max), sum);
-    case SMOE_SCORE_TOPK_SOFTMAX: return moe_softmax_term(logit, first);
-    case SMOE_SCORE_SIGMOID: break;
+#define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
+    case enumerator: MOE_VALUE_##value;
+        MOE_SCORES(MOE_CASE)
+#undef MOE_CASE
     }
     return moe_sigmoid(logit);
 }
 
 #pragma GCC diagnostic pop
+
+/* A kept pair's weight before it is divided. first: the logit of the token's best expert; max and sum: of the
+ * softmax over all E. */
+SMOE_HOST_DEVICE float moe_raw_weight(smoe_score score, float logit, float first, float max, float sum)
+{
+    switch (moe_score_over(score)) {
+    case MOE_OVER_all: return moe_div(moe_softmax_term(logit, max), sum);
+    case MOE_OVER_kept: return moe_softmax_term(logit, first);
+    default: return moe_score_value(score, logit);
+    }
+}
 
 /* ---- Rounding rules: c an expert's count under plain top-K, M the tile, T the tokens ---- */
 

@@ -25,14 +25,14 @@ static inline int moe_has_losses(const smoe_backward_args *a)
 static inline int moe_dlogits_are_sparse(const smoe_layer *layer, int losses)
 {
     return layer->rounding == SMOE_ROUNDING_NONE &&
-           (!moe_weights_from_softmax(layer->score) || layer->renormalize) && !losses;
+           !moe_weights_are_p(layer) && !losses;
 }
 
 /* Does router_bwd read the logits? Sparse dlogits of a softmax follow from the weights that the plan keeps.
  */
 static inline int moe_reads_logits(const smoe_layer *layer, const smoe_backward_args *a)
 {
-    return moe_ranks_by_sigmoid(layer->score) || !moe_dlogits_are_sparse(layer, moe_has_losses(a));
+    return moe_score_has_curve(layer->score) || !moe_dlogits_are_sparse(layer, moe_has_losses(a));
 }
 
 /* dS is needed for the gradients of the row weights and for dlogits. */

@@ -28,8 +28,29 @@ refused() {
 }
 
 refused type src/rank.h src/problem.c src/cpu/convert.c oracle/number.c
-refused score src/rank.h
+refused score src/scores.h oracle/score.h
 refused rounding src/problem.c src/cpu/rounding.c oracle/round.c
 refused entry src/problem.c src/cpu/plan.c src/cpu/experts_backward.c
 refused layout src/cpu/up.c
+
+# A score of the list whose curve is missing: its value (rank.h) or its slope. Only the curve's constant is there.
+mkdir -p "$folder/list"
+sed 's/^#define MOE_SCORES(X) .*/#define MOE_SCORES(X) X(SMOE_TRIAL, "trial", "trial", trial, none, biased) \\/; s/MOE_CURVE_sigmoid = 1/&, MOE_CURVE_trial = 1/' \
+    "$source/src/scores.h" > "$folder/list/scores.h"
+cp "$source/src/rank.h" "$folder/list/rank.h" # beside the list that it includes
+[ "$(grep -c 'SMOE_TRIAL\|MOE_CURVE_trial' "$folder/list/scores.h")" -eq 2 ]
+without() { # MACRO FLAG... FILE
+    macro=$1
+    shift
+    if compile -I"$folder/score" -I"$folder/list" "$@"; then echo "compiles without $macro: $*"; exit 1; fi
+    grep -q "$macro" "$folder/messages" || { cat "$folder/messages"; echo "does not name $macro: $*"; exit 1; }
+}
+without MOE_VALUE_trial "$source/src/cpu/router.c"
+without MOE_SLOPE_trial -DMOE_VALUE_trial=break "$source/src/cpu/router_backward.c"
+compile -I"$folder/score" -I"$folder/list" -DMOE_VALUE_trial=break -DMOE_SLOPE_trial=break "$source/src/cpu/router_backward.c" ||
+    { cat "$folder/messages"; exit 1; }
+
+# Scores are compared in the list and in the oracle alone.
+found=$(grep -rnE '(==|!=) *SMOE_SCORE_|case SMOE_SCORE_' "$source/src" "$source/harness" "$source/cli" "$source/train" || true)
+[ -z "$found" ] || { echo "$found"; echo "these compare one score; src/scores.h has the properties"; exit 1; }
 echo "a forgotten enumerator does not compile"

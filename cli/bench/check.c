@@ -72,10 +72,8 @@ static bool apply_rounding(token_case *t)
     const bool good = read_pairs(t, kept);
     for (int64_t e = 0; good && e < one->experts; e++) {
         if (kept[e] && f->pair[e] == ORACLE_OUT) {
-            const double p =
-                one->score == SMOE_SCORE_SIGMOID ? 1 / (1 + exp(-f->logits[e])) : f->probability[e];
             f->pair[e] = ORACLE_ADDED;
-            f->pair_weight[e] = p * (double)one->route_scale;
+            f->pair_weight[e] = oracle_added_weight(one, f, e);
         }
         if (!kept[e]) {
             f->pair[e] = ORACLE_OUT;

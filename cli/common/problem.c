@@ -2,6 +2,7 @@
 #include "cli/common/problem.h"
 
 #include "src/activations.h"
+#include "src/scores.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -23,12 +24,12 @@ static const choice activations[] = {MOE_ACTIVATIONS(ACTIVATION){NULL, 0}};
 static const choice layouts[] = {
     {"concatenated", SMOE_LAYOUT_CONCATENATED}, {"interleaved", SMOE_LAYOUT_INTERLEAVED}, {NULL, 0}};
 enum { SCORE_RENORMALIZE = 100 }; // added to the value of a score whose weights are renormalised
-static const choice scores[] = {{"softmax-topk", SMOE_SCORE_SOFTMAX_TOPK},
-                                {"softmax-topk-renorm", SMOE_SCORE_SOFTMAX_TOPK + SCORE_RENORMALIZE},
-                                {"topk-softmax", SMOE_SCORE_TOPK_SOFTMAX},
-                                {"sigmoid", SMOE_SCORE_SIGMOID},
-                                {"sigmoid-renorm", SMOE_SCORE_SIGMOID + SCORE_RENORMALIZE},
-                                {NULL, 0}};
+#define RENORM_all(enumerator, name)  {name "-renorm", enumerator + SCORE_RENORMALIZE},
+#define RENORM_none(enumerator, name) RENORM_all(enumerator, name)
+#define RENORM_kept(enumerator, name)
+#define SCORE(enumerator, name, key, value, over, selection) {name, enumerator}, RENORM_##over(enumerator, name)
+static const choice scores[] = {MOE_SCORES(SCORE){NULL, 0}};
+#undef SCORE
 static const choice roundings[] = {{"none", SMOE_ROUNDING_NONE},           {"nr-f", SMOE_ROUNDING_NR_F},
                                    {"sr-f", SMOE_ROUNDING_SR_F},           {"nr-s", SMOE_ROUNDING_NR_S},
                                    {"balance-f", SMOE_ROUNDING_BALANCE_F}, {"up", SMOE_ROUNDING_UP},

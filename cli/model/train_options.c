@@ -346,7 +346,7 @@ static error_t parse(int key, char *text, struct argp_state *state)
     case KEY_PEER_TIMEOUT: options->peer_timeout = parse_real(state, "peer-timeout", text, 1, 1e6); return 0;
     case KEY_DENSE_TWIN: options->dense_twin = options->sizes_given = true; return 0;
     case KEY_SCORE:
-        s->config.score = parse_choice(state, "score", text, model_score_names, MODEL_SCORES);
+        s->config.score = parse_choice(state, "score", text, model_score_names, MOE_SCORE_COUNT);
         options->score_given = options->sizes_given = true;
         return 0;
     case KEY_ROUNDING: parse_rounding(options, text, state); return 0;
@@ -384,16 +384,17 @@ static char *add_default(int key, const char *text, void *input)
     return made;
 }
 
-/* The options of a router that only a sigmoid has. */
+/* The options of a router that not every score has. */
 static bool check_router(const model_config *c, error *err)
 {
     const char *only = c->groups > 1 ? "--groups" : c->selection_bias ? "--bias-rate" : NULL;
-    if (only && c->score != SMOE_SCORE_SIGMOID)
+    if (only && !moe_score_takes_bias(c->score))
         return fail(err, ERROR_USAGE, "%s needs --score sigmoid, not %s", only, model_score_names[c->score]);
-    if (c->score == SMOE_SCORE_TOPK_SOFTMAX && c->norm_topk_prob)
+    if (moe_score_over(c->score) == MOE_OVER_kept && c->norm_topk_prob)
         return fail(err, ERROR_USAGE,
-                    "--renormalize cannot be combined with --score topk-softmax: the weights of a "
-                    "token's experts sum to 1 already");
+                    "--renormalize cannot be combined with --score %s: the weights of a "
+                    "token's experts sum to 1 already",
+                    model_score_names[c->score]);
     return true;
 }
 

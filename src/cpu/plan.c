@@ -105,7 +105,7 @@ void moe_order_experts(const moe_plan_arrays *plan, int32_t *work, int64_t exper
 /* ---- the second pass: rows ---- */
 
 /* Weight of a (token, expert) pair. A kept pair has its top-K weight (at the lowest k if the id is repeated).
- * An added pair has p or sigma, times the route scale. */
+ * An added pair has p, or the value of the curve, times the route scale. */
 static float pair_weight(const plan_call *c, int64_t t, int64_t expert)
 {
     const smoe_layer *l = &c->problem->layer;
@@ -120,8 +120,8 @@ static float pair_weight(const plan_call *c, int64_t t, int64_t expert)
         if (c->plan->topk_ids[first + k] == expert) return c->plan->topk_weights[first + k];
     float logit;
     moe_load_row(&logit, c->args->logits, t * l->experts + expert, 1, l->logits_type);
-    const float score = moe_ranks_by_sigmoid(l->score)
-                            ? moe_sigmoid(logit)
+    const float score = moe_score_has_curve(l->score)
+                            ? moe_score_value(l->score, logit)
                             : moe_div(moe_softmax_term(logit, c->s.token_max[t]), c->s.token_sum[t]);
     return moe_mul(score, l->route_scale);
 }

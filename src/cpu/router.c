@@ -109,7 +109,7 @@ static void offer_groups(best_experts *best, const smoe_layer *l, const uint32_t
 /* What one thread needs for its current token. */
 typedef struct token_work {
     float logits[SMOE_MAX_EXPERTS];
-    float scores[SMOE_MAX_EXPERTS]; /* p, or for SIGMOID the selection score */
+    float scores[SMOE_MAX_EXPERTS]; /* p, or the selection score of a curve */
     uint32_t keys[SMOE_MAX_EXPERTS];
 } token_work;
 
@@ -120,11 +120,11 @@ typedef struct route_call {
     moe_routing_scratch s;
 } route_call;
 
-static void selection_scores(float *scores, const float *logits, int64_t experts, const float *bias)
+static void selection_scores(float *scores, const float *logits, const smoe_layer *l, const float *bias)
 {
-    for (int64_t e = 0; e < experts; e++) {
-        const float sigma = moe_sigmoid(logits[e]);
-        scores[e] = bias ? moe_add(sigma, bias[e]) : sigma;
+    for (int64_t e = 0; e < l->experts; e++) {
+        const float value = moe_score_value(l->score, logits[e]);
+        scores[e] = bias ? moe_add(value, bias[e]) : value;
     }
 }
 
@@ -142,8 +142,8 @@ static void route_token(const route_call *c, token_work *w, int64_t panel, int64
 {
     const smoe_layer *l = &c->problem->layer;
     const int64_t experts = l->experts;
-    const int rounded = l->rounding != SMOE_ROUNDING_NONE, sigmoid = moe_ranks_by_sigmoid(l->score);
-    const int all_p = c->args->losses || (rounded && !sigmoid);
+    const int rounded = l->rounding != SMOE_ROUNDING_NONE, curve = moe_score_has_curve(l->score);
+    const int all_p = c->args->losses || (rounded && !curve);
     const float *logits = w->logits;
     if (l->logits_type == SMOE_TYPE_F32)
         logits = (const float *)c->args->logits + t * experts;
@@ -151,16 +151,16 @@ static void route_token(const route_call *c, token_work *w, int64_t panel, int64
         moe_load_row(w->logits, c->args->logits, t * experts, experts, l->logits_type);
 
     float max = 0.0f, sum = 1.0f;
-    if (all_p || moe_weights_from_softmax(l->score)) moe_softmax_of(logits, experts, w->scores, &max, &sum);
+    if (all_p || moe_score_over(l->score) == MOE_OVER_all) moe_softmax_of(logits, experts, w->scores, &max, &sum);
     for (int64_t e = 0; e < experts && all_p; e++) w->scores[e] = moe_div(w->scores[e], sum);
     const int counted = moe_token_counts(c->args->token_mask, t);
     if (c->args->losses && counted) add_losses(c, panel, w->scores, max, sum);
-    if (sigmoid) selection_scores(w->scores, logits, experts, c->args->selection_bias);
+    if (curve) selection_scores(w->scores, logits, l, c->args->selection_bias);
 
     int32_t *ids = c->plan->topk_ids + t * l->topk;
     float *weights = c->plan->topk_weights + t * l->topk;
     best_experts best = {.ids = ids};
-    const float *ranked = sigmoid ? w->scores : logits;
+    const float *ranked = curve ? w->scores : logits;
     for (int64_t e = 0; e < experts; e++) w->keys[e] = moe_rank_key(ranked[e]);
     if (l->groups > 1)
         offer_groups(&best, l, w->keys);

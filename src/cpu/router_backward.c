@@ -112,28 +112,44 @@ static void kept_softmax_gradient(const token_work *w, const int32_t *ids, int64
     for (int64_t k = 0; k < topk; k++) out[ids[k]] += w->weights[k] * (w->kept[k] - inner);
 }
 
+/* ---- MOE_SLOPE_CURVE for each curve of scores.h ---- */
+
 static float sigmoid_slope(float logit)
 {
     const float sigma = moe_sigmoid(logit);
     return sigma * (1.0f - sigma);
 }
 
-/* Gradient through the sigmoids of the kept pairs (if they were renormalised, `divisor` is their sum), ... */
-static void kept_sigmoid_gradient(const token_work *w, const float *logits, const int32_t *ids,
+#define MOE_SLOPE_softmax break
+#define MOE_SLOPE_sigmoid return sigmoid_slope(logit)
+
+static float slope_of(smoe_score score, float logit)
+{
+    switch (score) {
+#define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
+    case enumerator: MOE_SLOPE_##value;
+        MOE_SCORES(MOE_CASE)
+#undef MOE_CASE
+    }
+    return sigmoid_slope(logit);
+}
+
+/* Gradient through the curve at the kept pairs (if they were renormalised, `divisor` is their sum), ... */
+static void kept_curve_gradient(const token_work *w, const float *logits, const int32_t *ids,
                                   const smoe_layer *l, float divisor, float *out)
 {
     float inner = 0.0f;
     for (int64_t k = 0; k < l->topk && l->renormalize; k++) inner += w->kept[k] * w->weights[k];
     for (int64_t k = 0; k < l->topk && divisor != 0.0f; k++)
-        out[ids[k]] += (w->kept[k] - inner) / divisor * sigmoid_slope(logits[ids[k]]);
+        out[ids[k]] += (w->kept[k] - inner) / divisor * slope_of(l->score, logits[ids[k]]);
 }
 
 /* ... and of the added ones. */
-static void added_sigmoid_gradient(token_work *w, const float *logits, int64_t experts, float *out)
+static void added_curve_gradient(token_work *w, const float *logits, const smoe_layer *l, float *out)
 {
-    for (int64_t e = 0; e < experts; e++)
-        if (w->v[e] != 0.0f) out[e] += w->v[e] * sigmoid_slope(logits[e]);
-    memset(w->v, 0, sizeof *w->v * (size_t)experts);
+    for (int64_t e = 0; e < l->experts; e++)
+        if (w->v[e] != 0.0f) out[e] += w->v[e] * slope_of(l->score, logits[e]);
+    memset(w->v, 0, sizeof *w->v * (size_t)l->experts);
 }
 
 static int keeps_nan(const float *logits, const int32_t *ids, int64_t topk)
@@ -176,8 +192,8 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
     const int64_t experts = l->experts;
     const int32_t *ids = c->plan->topk_ids + t * l->topk;
     const int losses = (c->balance != 0.0f || c->z != 0.0f) && moe_token_counts(c->args->token_mask, t);
-    const int sigmoid = moe_ranks_by_sigmoid(l->score),
-              plain_softmax = moe_weights_from_softmax(l->score) && !l->renormalize;
+    const int curve = moe_score_has_curve(l->score),
+              plain_softmax = moe_weights_are_p(l);
     const float *logits = w->logits;
     if (l->logits_type == SMOE_TYPE_F32)
         logits = (const float *)c->args->logits + t * experts;
@@ -186,8 +202,8 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
 
     gather_rows(c, ids, t, w);
     memset(out, 0, sizeof *out * (size_t)experts);
-    if (w->added_rows && sigmoid) added_sigmoid_gradient(w, logits, experts, out);
-    const int all_p = losses || (w->added_rows && !sigmoid) || (w->kept_rows && plain_softmax);
+    if (w->added_rows && curve) added_curve_gradient(w, logits, l, out);
+    const int all_p = losses || (w->added_rows && !curve) || (w->kept_rows && plain_softmax);
     float max = 0.0f, sum = 1.0f;
     if (all_p) {
         for (int64_t k = 0; k < l->topk && plain_softmax; k++) w->v[ids[k]] += w->kept[k];
@@ -195,9 +211,9 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
         softmax_gradient(c, losses, max, sum, w, out);
     }
     if (!w->kept_rows) return;
-    if (sigmoid) {
+    if (curve) {
         const float divisor = moe_kept_weights(l, logits, max, sum, ids, w->weights);
-        kept_sigmoid_gradient(w, logits, ids, l, divisor, out);
+        kept_curve_gradient(w, logits, ids, l, divisor, out);
     } else if (!plain_softmax) {
         weights_of_plan(c, t, w);
         kept_softmax_gradient(w, ids, l->topk, out);

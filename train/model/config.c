@@ -2,11 +2,9 @@
  * default. */
 #include "train/model/config.h"
 
-#include "smoe.h"
 #include "train/files/file.h"
 #include "train/model/config_rope.h"
 
-#include <assert.h>
 #include <jansson.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -39,13 +37,9 @@ typedef struct boolean_key {
     bool own;
 } boolean_key;
 
-const char *const model_score_names[MODEL_SCORES] = {[SMOE_SCORE_SOFTMAX_TOPK] = "softmax",
-                                                     [SMOE_SCORE_TOPK_SOFTMAX] = "topk-softmax",
-                                                     [SMOE_SCORE_SIGMOID] = "sigmoid"};
-
-static_assert(SMOE_SCORE_SIGMOID + 1 == MODEL_SCORES, "a score has no name");
-
-static_assert(SMOE_SCORE_SIGMOID + 1 == MODEL_SCORES, "a score has no name");
+#define SCORE(enumerator, name, key, value, over, selection) [enumerator] = key,
+const char *const model_score_names[MOE_SCORE_COUNT] = {MOE_SCORES(SCORE)};
+#undef SCORE
 
 #define FIELD(name) offsetof(model_config, name)
 
@@ -62,7 +56,7 @@ static const integer_key integer_keys[] = {
     {"shared_expert_intermediate_size", FIELD(shared_intermediate), 0, 1 << 20, 0, true, NULL},
     {"first_k_dense_replace", FIELD(dense_layers), 0, 1 << 12, 0, true, NULL},
     {"dense_intermediate_size", FIELD(dense_intermediate), 0, 1 << 20, 0, true, NULL},
-    {"scoring_func", FIELD(score), 0, MODEL_SCORES - 1, SMOE_SCORE_SOFTMAX_TOPK, true, model_score_names},
+    {"scoring_func", FIELD(score), 0, MOE_SCORE_COUNT - 1, SMOE_SCORE_SOFTMAX_TOPK, true, model_score_names},
     {"n_group", FIELD(groups), 1, 1 << 16, 1, true, NULL},
     {"topk_group", FIELD(groups_kept), 1, 1 << 16, 1, true, NULL},
     {"max_position_embeddings", FIELD(context), 1, 1 << 24, 4096, false, NULL},
@@ -141,10 +135,10 @@ static bool check_limits(model_config *config, error *err)
 static bool check_router(const model_config *c, error *err)
 {
     const char *score = model_score_names[c->score];
-    if (c->score == SMOE_SCORE_TOPK_SOFTMAX && c->norm_topk_prob)
+    if (moe_score_over(c->score) == MOE_OVER_kept && c->norm_topk_prob)
         return fail(err, ERROR_USAGE, "norm_topk_prob is true, with scoring_func \"%s\" it must be false",
                     score);
-    if (c->score != SMOE_SCORE_SIGMOID && (c->groups > 1 || c->selection_bias))
+    if (!moe_score_takes_bias(c->score) && (c->groups > 1 || c->selection_bias))
         return fail(err, ERROR_USAGE, "%s is %lld, with scoring_func \"%s\" it must be %d",
                     c->groups > 1 ? "n_group" : "selection_bias", c->groups > 1 ? (long long)c->groups : 1LL,
                     score, c->groups > 1);

@@ -8,6 +8,7 @@
 #define TRAIN_CONFIG_H
 
 #include "common/error.h"
+#include "src/scores.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -38,8 +39,7 @@ typedef struct model_config {    // key in config.json
 } model_config;
 
 /* The names of the scores, by smoe_score. */
-enum { MODEL_SCORES = 3 };
-extern const char *const model_score_names[MODEL_SCORES];
+extern const char *const model_score_names[MOE_SCORE_COUNT];
 
 /* Elements of a head of the attention. */
 static inline int64_t model_config_head_size(const model_config *c)

@@ -8,6 +8,7 @@
 typedef struct experts_common {
     smoe_context *context, *backward;    // of the backward: with fewer SMs, or the same
     uint64_t saved_bytes, scratch_bytes; // of one block, of all
+    bool reads_logits;                   // in the backward, also without a coefficient of a loss
     void *scratch;
     void *da;        // (rows, shared f), in the place of `scratch`
     float *bias;     // (blocks, bias_stride) selection biases; NULL: none
@@ -68,6 +69,7 @@ static bool measure(experts_common *all, const block_frame *f, const moe_routing
     const smoe_layer layer = describe(f, f->rows, routing);
     smoe_sizes sizes = SMOE_SIZES_INIT;
     if (!check(all->context, smoe_query_sizes(all->context, &layer, &sizes), err)) return false;
+    all->reads_logits |= sizes.backward_reads_logits;
     all->saved_bytes = larger(all->saved_bytes, sizes.saved_buffer_bytes);
     all->scratch_bytes =
         larger(all->scratch_bytes, larger(sizes.scratch_forward_bytes, sizes.scratch_backward_bytes));
@@ -133,12 +135,9 @@ static int64_t active(const model_config *c)
 /* ---- memory ---- */
 
 /* Does the backward read the logits? If not, layers may share them. */
-static bool reads_logits(const block_frame *f)
+static bool reads_logits(const experts_common *all, const moe_routing *r)
 {
-    const moe_routing *r = f->routing;
-    const bool from_weights = f->config->norm_topk_prob && f->config->score == SMOE_SCORE_SOFTMAX_TOPK;
-    return !from_weights || r->rounding != SMOE_ROUNDING_NONE || r->balance_coefficient != 0.0f ||
-           r->z_coefficient != 0.0f;
+    return all->reads_logits || r->balance_coefficient != 0.0f || r->z_coefficient != 0.0f;
 }
 
 static void place(block *b, const block_memory *m)
@@ -150,7 +149,7 @@ static void place(block *b, const block_memory *m)
     s->losses = block_place(m, s->losses, shared, LOSS_BYTES);
     s->saved = block_place(m, s->saved, shared, all->saved_bytes);
     dense_mlp_place(&s->shared, m);
-    s->logits = block_place(m, s->logits, shared || !reads_logits(f),
+    s->logits = block_place(m, s->logits, shared || !reads_logits(all, f->routing),
                             (size_t)(f->rows * f->config->experts) * sizeof(float));
 }
 

@@ -63,7 +63,7 @@ static inline int moe_routing_rounded(const moe_cuda_routing *r)
 /* Does a later stage read every token's softmax? */
 static inline int moe_routing_needs_softmax(const moe_cuda_routing *r)
 {
-    return r->losses || (moe_routing_rounded(r) && !moe_ranks_by_sigmoid(r->layer.score));
+    return r->losses || (moe_routing_rounded(r) && !moe_score_has_curve(r->layer.score));
 }
 
 /* To be called once for each device: raises the limits of shared memory. */
@@ -89,7 +89,7 @@ int32_t moe_cuda_topk_segment(const moe_device *device, const smoe_layer *layer)
 
 static inline int moe_cuda_topk_writes_keys(const moe_device *device, const smoe_layer *layer)
 {
-    return moe_cuda_topk_segment(device, layer) && !moe_ranks_by_sigmoid(layer->score);
+    return moe_cuda_topk_segment(device, layer) && !moe_score_has_curve(layer->score);
 }
 
 cudaError_t moe_cuda_topk_general(const moe_launch *on, const moe_cuda_routing *routing);

@@ -153,16 +153,31 @@ SMOE_DEVICE void write_rows(const moe_cuda_dlogits &p, const T *staging, int fir
 
 // ---- Scores
 
-// sigma and its slope sigma (1 - sigma), computed without overflow or cancellation.
-struct sigmoid_at {
+// The value of a curve of scores.h, and its slope.
+struct curve_at {
     float value, slope;
-    SMOE_DEVICE explicit sigmoid_at(float logit)
-    {
-        const float e = __expf(-fabsf(logit)), divisor = 1.0f / (1.0f + e);
-        value = (logit < 0.0f ? e : 1.0f) * divisor;
-        slope = e * divisor * divisor;
-    }
 };
+
+// sigma and sigma (1 - sigma), computed without overflow or cancellation.
+SMOE_DEVICE curve_at at_sigmoid(float logit)
+{
+    const float e = __expf(-fabsf(logit)), divisor = 1.0f / (1.0f + e);
+    return {(logit < 0.0f ? e : 1.0f) * divisor, e * divisor * divisor};
+}
+
+#define MOE_AT_softmax break
+#define MOE_AT_sigmoid return at_sigmoid(logit)
+
+SMOE_DEVICE curve_at at_curve(smoe_score score, float logit)
+{
+    switch (score) {
+#define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
+    case enumerator: MOE_AT_##value;
+        MOE_SCORES(MOE_CASE)
+#undef MOE_CASE
+    }
+    return at_sigmoid(logit);
+}
 
 // w of a pair from s = c w. Exact where c is 1.
 SMOE_DEVICE float unscaled(float weight, float scale)
@@ -222,7 +237,7 @@ __global__ void __launch_bounds__(THREADS, (PLACES > 32 ? 1024 : (int)SM_THREADS
     const int first = blockIdx.x * tokens, topk = (int)p.layer.topk, experts = (int)p.layer.experts;
     const uint32_t token = first + local, pair = token * topk; // the token's first
     const int count = min(tokens, (int)p.layer.tokens - first), pairs = local < count ? topk : 0;
-    const bool sigmoid = moe_ranks_by_sigmoid(p.layer.score), divided = moe_weights_are_divided(&p.layer);
+    const bool curve = moe_score_has_curve(p.layer.score), divided = moe_weights_are_divided(&p.layer);
     wait_for_previous();
 
     int id[EACH];
@@ -256,20 +271,20 @@ __global__ void __launch_bounds__(THREADS, (PLACES > 32 ? 1024 : (int)SM_THREADS
         }
         weight[m] = unscaled(weight[m], p.layer.route_scale);
         slope[m] = 0.0f;
-        if (sigmoid && lane + LANES * m < pairs) {
-            const sigmoid_at sigma(logit_at(p, (int64_t)token * experts + id[m]));
-            divisor += sigma.value;
-            slope[m] = sigma.slope;
+        if (curve && lane + LANES * m < pairs) {
+            const curve_at f = at_curve(p.layer.score, logit_at(p, (int64_t)token * experts + id[m]));
+            divisor += f.value;
+            slope[m] = f.slope;
         }
         inner += gradient[m] * weight[m];
     }
     inner = divided ? sum_of_lanes(inner, LANES) : 0.0f;
-    divisor = sigmoid && divided ? sum_of_lanes(divisor, LANES) : 1.0f;
+    divisor = curve && divided ? sum_of_lanes(divisor, LANES) : 1.0f;
     const bool nan = __ballot_sync(~0u, moe_is_nan(weight[0])) >> leader & 1;
 #pragma unroll
     for (int m = 0; m < EACH; m++) {
         if (lane + LANES * m >= pairs) continue;
-        const float factor = !sigmoid ? weight[m] : divisor == 0.0f ? 0.0f : slope[m] / divisor;
+        const float factor = !curve ? weight[m] : divisor == 0.0f ? 0.0f : slope[m] / divisor;
         float value = p.layer.route_scale * ((gradient[m] - inner) * factor);
         if (nan) value = __uint_as_float(0x7fc00000u);
         write1(staging + local * p.stride + id[m], value);
@@ -312,8 +327,8 @@ SMOE_DEVICE row_counts gather_rows(const moe_cuda_dlogits &p, const L *logits, i
             w.kept[k] = g;
             kept = 1;
         } else {
-            if (moe_ranks_by_sigmoid(p.layer.score))
-                g *= sigmoid_at(logits_of<L>::value(logits[expert])).slope;
+            if (moe_score_has_curve(p.layer.score))
+                g *= at_curve(p.layer.score, logits_of<L>::value(logits[expert])).slope;
             row[expert] = g;
             added = 1;
         }
@@ -358,7 +373,7 @@ SMOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const loss_coefficie
                                  float *row, int lane)
 {
     const int experts = (int)p.layer.experts;
-    const bool sigmoid = moe_ranks_by_sigmoid(p.layer.score);
+    const bool curve = moe_score_has_curve(p.layer.score);
     const bool counted = losses.balance != 0.0f || losses.z != 0.0f;
     const float tokens = counted ? count_of_tokens(p, lane) : 1.0f;
     const float balance = losses.balance * (float)experts / tokens / tokens;
@@ -371,7 +386,7 @@ SMOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const loss_coefficie
     for (int step = 16; step; step /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
     for (int e = lane; e < experts; e += 32) {
         const float term = softmax_term(logits_of<L>::value(logits[e]), max);
-        const float v = (sigmoid ? 0.0f : row[e]) + balance_of(p, balance, e);
+        const float v = (curve ? 0.0f : row[e]) + balance_of(p, balance, e);
         sum += term;
         inner += term * v;
     }
@@ -381,8 +396,8 @@ SMOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const loss_coefficie
     const float z = losses.z == 0.0f ? 0.0f : 2.0f * losses.z * (max + logf(sum)) / tokens;
     for (int e = lane; e < experts; e += 32) {
         const float term = softmax_term(logits_of<L>::value(logits[e]), max);
-        const float v = (sigmoid ? 0.0f : row[e]) + balance_of(p, balance, e);
-        row[e] = (sigmoid ? row[e] : 0.0f) + term * reciprocal * (v - inner + z);
+        const float v = (curve ? 0.0f : row[e]) + balance_of(p, balance, e);
+        row[e] = (curve ? row[e] : 0.0f) + term * reciprocal * (v - inner + z);
     }
 }
 
@@ -391,7 +406,7 @@ template <typename L>
 SMOE_DEVICE void through_kept(const moe_cuda_dlogits &p, const L *logits, const float (&weight)[MOST_EACH],
                               float *row, const token_work &w, int lane)
 {
-    const bool sigmoid = moe_ranks_by_sigmoid(p.layer.score), divided = moe_weights_are_divided(&p.layer);
+    const bool curve = moe_score_has_curve(p.layer.score), divided = moe_weights_are_divided(&p.layer);
     float inner = 0.0f, divisor = 0.0f, slope[MOST_EACH];
 #pragma unroll
     for (int m = 0; m < MOST_EACH; m++) {
@@ -399,18 +414,18 @@ SMOE_DEVICE void through_kept(const moe_cuda_dlogits &p, const L *logits, const 
         slope[m] = 0.0f;
         if (k >= p.layer.topk) continue;
         inner += w.kept[k] * weight[m];
-        if (!sigmoid) continue;
-        const sigmoid_at sigma(logits_of<L>::value(logits[w.id[k]]));
-        divisor += sigma.value;
-        slope[m] = sigma.slope;
+        if (!curve) continue;
+        const curve_at f = at_curve(p.layer.score, logits_of<L>::value(logits[w.id[k]]));
+        divisor += f.value;
+        slope[m] = f.slope;
     }
     inner = divided ? sum_of_lanes(inner) : 0.0f;
-    divisor = sigmoid && divided ? sum_of_lanes(divisor) : 1.0f;
+    divisor = curve && divided ? sum_of_lanes(divisor) : 1.0f;
 #pragma unroll
     for (int m = 0; m < MOST_EACH; m++) {
         const int k = lane + 32 * m;
         if (k >= p.layer.topk) continue;
-        const float factor = !sigmoid ? weight[m] : divisor == 0.0f ? 0.0f : slope[m] / divisor;
+        const float factor = !curve ? weight[m] : divisor == 0.0f ? 0.0f : slope[m] / divisor;
         row[w.id[k]] += (w.kept[k] - inner) * factor;
     }
 }
@@ -420,7 +435,7 @@ SMOE_DEVICE void token_dlogits(const moe_cuda_dlogits &p, int64_t token, float *
 {
     const int topk = (int)p.layer.topk, experts = (int)p.layer.experts;
     const L *logits = (const L *)p.logits + token * experts;
-    const bool plain = moe_weights_from_softmax(p.layer.score) && !p.layer.renormalize;
+    const bool plain = moe_weights_are_p(&p.layer);
     float weight[MOST_EACH];
 #pragma unroll
     for (int m = 0; m < MOST_EACH; m++) {
@@ -439,7 +454,7 @@ SMOE_DEVICE void token_dlogits(const moe_cuda_dlogits &p, int64_t token, float *
         for (int k = lane; k < topk; k += 32) row[w.id[k]] = w.kept[k];
     __syncwarp();
     const loss_coefficients losses(p, token);
-    if (losses.balance != 0.0f || losses.z != 0.0f || (rows.added && !moe_ranks_by_sigmoid(p.layer.score)) ||
+    if (losses.balance != 0.0f || losses.z != 0.0f || (rows.added && !moe_score_has_curve(p.layer.score)) ||
         (rows.kept && plain))
         through_softmax(p, losses, logits, row, lane);
     __syncwarp();

@@ -94,8 +94,8 @@ template <typename L> struct pair_score {
 template <typename L> SMOE_DEVICE float added_weight(const smoe_layer &layer, const pair_score<L> &pair)
 {
     const float logit = logits_of<L>::value(pair.logit);
-    const float score = moe_ranks_by_sigmoid(layer.score)
-                            ? moe_sigmoid(logit)
+    const float score = moe_score_has_curve(layer.score)
+                            ? moe_score_value(layer.score, logit)
                             : moe_div(moe_softmax_term(logit, pair.softmax.max), pair.softmax.sum);
     return moe_mul(score, layer.route_scale);
 }

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ moe_cud
     const int64_t first = (int64_t)blockIdx.x * SMOE_ROUTE_PANEL, expert = (int64_t)blockIdx.y * 32 + lane;
     const int tokens = (int)min(r.layer.tokens - first, (int64_t)SMOE_ROUTE_PANEL);
     const int experts = (int)r.layer.experts;
-    const bool sigmoid = moe_ranks_by_sigmoid(r.layer.score), real = expert < experts;
+    const bool curve = moe_score_has_curve(r.layer.score), real = expert < experts;
     if (r.softmax && (int)threadIdx.x < tokens) scales[threadIdx.x] = r.softmax[first + threadIdx.x];
     if ((int)threadIdx.x < tokens) counted[threadIdx.x] = !r.token_mask || r.token_mask[first + threadIdx.x];
     __syncthreads();
@@ -97,9 +97,9 @@ __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ moe_cud
                 score = moe_div(moe_softmax_term(logit[i], scales[token].max), scales[token].sum);
                 if (counted[token]) sum += (double)score;
             }
-            if (sigmoid) {
-                const float sigma = moe_sigmoid(logit[i]);
-                score = r.selection_bias ? moe_add(sigma, bias) : sigma;
+            if (curve) {
+                const float value = moe_score_value(r.layer.score, logit[i]);
+                score = r.selection_bias ? moe_add(value, bias) : value;
             }
             keys[i] = logits_of<L>::key_of(score);
         }

@@ -4,7 +4,7 @@
 //
 // Tile: a CTA takes a segment, a run of consecutive tokens. SHARE threads work on a token: four if a token's
 // row in shared memory has 512 bytes or more, else two. A row has the numbers that experts are chosen by. For
-// SOFTMAX_TOPK and TOPK_SOFTMAX these are the logits, and one bulk copy brings a warp's rows. For SIGMOID
+// SOFTMAX_TOPK and TOPK_SOFTMAX these are the logits, and one bulk copy brings a warp's rows. For a curve
 // they are selection scores in f32, which the warp computes from the logits; in groups that are not kept they
 // become -inf. If the rows of a CTA take more than 128 KiB, they come in two steps.
 //
@@ -12,7 +12,7 @@
 //
 // For later kernels the kernel also writes (sizes in bytes):
 // - for the plan, the counts of each segment, 2 E for a segment;
-// - for rounding, ranking keys, as many bytes as the logits (for SIGMOID scores.cu writes them);
+// - for rounding, ranking keys, as many bytes as the logits (for a curve scores.cu writes them);
 // - for rounding and losses, the mask, E / 8 for each token: one bit for each expert, set if top-K selected
 //   it;
 // - for rounding and losses, the largest logit and the denominator of the softmax over E, 8 for each token.
@@ -57,7 +57,7 @@ enum {
 };
 
 // The type of a row's numbers: logits, or selection scores.
-template <typename L, bool SIGMOID> struct row_of {
+template <typename L, bool CURVE> struct row_of {
     using type = L;
 };
 template <typename L> struct row_of<L, true> {
@@ -110,16 +110,16 @@ template <int COUNT> SMOE_DEVICE void divide(float (&x)[COUNT], float sum)
 
 // What the threads of one token write: each writes ids, weights and mask bits of P / SHARE ranks. logits: the
 // token's row.
-template <typename L, bool SIGMOID, int P, int SHARE>
+template <typename L, bool CURVE, int P, int SHARE>
 SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], const L *logits, int64_t token,
                               bool there, uint32_t *mask_words, uint32_t bit, token_scale *scale, int lane)
 {
     constexpr int OWN = P / SHARE;
     const int topk = (int)r.layer.topk, part = lane % SHARE, first = part * OWN;
-    const bool of_all = !SIGMOID && moe_weights_from_softmax(r.layer.score);
+    const bool of_all = !CURVE && moe_score_over(r.layer.score) == MOE_OVER_all;
     const float first_logit = logits_of<L>::value(logits[ids[0]]);
     moe_token_softmax softmax = {softmax_max(first_logit), 1.0f};
-    if (SIGMOID && r.softmax) softmax.max = largest_of_row<L, SHARE>(logits, (int)r.layer.experts, part);
+    if (CURVE && r.softmax) softmax.max = largest_of_row<L, SHARE>(logits, (int)r.layer.experts, part);
     if (of_all || r.softmax)
         softmax.sum = sum_of_row<L, SHARE>(logits, (int)r.layer.experts, part, lane, softmax.max);
 
@@ -135,7 +135,7 @@ SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], co
         const float logit = logits_of<L>::value(logits[min(own_ids[i], (int)r.layer.experts - 1)]);
         nan |= first + i < topk && moe_is_nan(logit);
         weights[i] =
-            SIGMOID ? moe_sigmoid(logit) : moe_softmax_term(logit, of_all ? softmax.max : first_logit);
+            CURVE ? moe_score_value(r.layer.score, logit) : moe_softmax_term(logit, of_all ? softmax.max : first_logit);
         if (first + i >= topk) weights[i] = 1.0f; // unused
     }
     if (of_all) divide<OWN>(weights, softmax.sum);
@@ -225,8 +225,9 @@ SMOE_DEVICE void load_rows(L *rows, const moe_cuda_routing &r, int64_t first, in
     }
 }
 
-// Selection scores of a vector of logits: sigmoid, plus the bias of its experts (NULL: none).
-template <typename L> SMOE_DEVICE void score_vector(float *scores, uint4 logits, const float *bias)
+// Selection scores of a vector of logits: the value of the curve, plus the bias of its experts (NULL: none).
+template <typename L>
+SMOE_DEVICE void score_vector(float *scores, smoe_score score, uint4 logits, const float *bias)
 {
     constexpr int SIZE = vector_of<L>::type::SIZE;
     const uint32_t words[4] = {logits.x, logits.y, logits.z, logits.w};
@@ -234,7 +235,8 @@ template <typename L> SMOE_DEVICE void score_vector(float *scores, uint4 logits,
 #pragma unroll
     for (int i = 0; i < SIZE; i++) {
         const uint32_t word = words[i * 4 / SIZE];
-        s[i] = moe_sigmoid(__uint_as_float(SIZE == 4 ? word : i % 2 ? word & 0xffff0000u : word << 16));
+        const float logit = __uint_as_float(SIZE == 4 ? word : i % 2 ? word & 0xffff0000u : word << 16);
+        s[i] = moe_score_value(score, logit);
     }
 #pragma unroll
     for (int i = 0; i < SIZE; i += 4) {
@@ -244,7 +246,7 @@ template <typename L> SMOE_DEVICE void score_vector(float *scores, uint4 logits,
     }
 }
 
-// The rows of a warp's tokens with SIGMOID. BATCH vectors are loaded together.
+// The rows of a warp's tokens for a score with a curve. BATCH vectors are loaded together.
 template <typename L>
 SMOE_DEVICE void score_rows(float *rows, const moe_cuda_routing &r, int64_t first, int tokens, int lane)
 {
@@ -260,7 +262,7 @@ SMOE_DEVICE void score_rows(float *rows, const moe_cuda_routing &r, int64_t firs
         for (int i = 0; i < BATCH; i++) {
             const int at = (begin + 32 * i) * SIZE;
             if (at < tokens * experts)
-                score_vector<L>(rows + at, words[i],
+                score_vector<L>(rows + at, r.layer.score, words[i],
                                 r.selection_bias ? r.selection_bias + at % experts : NULL);
         }
     }
@@ -317,11 +319,11 @@ template <int SHARE> SMOE_DEVICE uint32_t keep_groups(float *row, const smoe_lay
 }
 
 // A segment is done in `steps` steps. In each step a warp's rows take the memory of those of the step before.
-template <typename L, bool SIGMOID, int P, int SHARE>
+template <typename L, bool CURVE, int P, int SHARE>
 __global__ void __launch_bounds__(P > 8 && !IS_HOPPER ? FEWER_THREADS : THREADS, P > 8 && !IS_HOPPER ? 1 : 0)
     fast(const __grid_constant__ moe_cuda_routing r, int most_steps)
 {
-    using S = typename row_of<L, SIGMOID>::type;
+    using S = typename row_of<L, CURVE>::type;
     constexpr int TOKENS = 32 / SHARE;                               // of a warp
     const int steps = sizeof(S) == 4 && SHARE == 4 ? most_steps : 1; // shorter rows need no loop
     extern __shared__ __align__(128) char memory[];
@@ -351,9 +353,9 @@ __global__ void __launch_bounds__(P > 8 && !IS_HOPPER ? FEWER_THREADS : THREADS,
         const int within = min(lane / SHARE, tokens - 1), in_segment = begin + within;
         const S *row = rows + within * experts;
         const L *logits;
-        constexpr bool GROUPS = SIGMOID && SHARE == 4; // can the layer have groups?
+        constexpr bool GROUPS = CURVE && SHARE == 4; // can the layer have groups?
         uint32_t kept = ~0u;                           // of them
-        if constexpr (SIGMOID) {
+        if constexpr (CURVE) {
             score_rows<L>(rows, r, first, tokens, lane);
             __syncwarp();
             if (GROUPS && r.layer.groups > 1) {
@@ -382,20 +384,20 @@ __global__ void __launch_bounds__(P > 8 && !IS_HOPPER ? FEWER_THREADS : THREADS,
             redo<S, P, GROUPS>(ids, again_row, r.layer, GROUPS ? __shfl_sync(~0u, kept, token * SHARE) : kept,
                                lane / SHARE == token, lane);
         }
-        finish_token<L, SIGMOID, P, SHARE>(r, ids, logits, first + within, lane / SHARE < tokens,
+        finish_token<L, CURVE, P, SHARE>(r, ids, logits, first + within, lane / SHARE < tokens,
                                            masks + (in_segment >> 5) * pitch, 1u << (in_segment & 31),
                                            scales + in_segment, lane);
     }
     __syncthreads();
     write_masks(r, masks, segment / 32);
-    if constexpr (!SIGMOID)
+    if constexpr (!CURVE)
         if (r.keys) write_keys<L>(r, (const L *)memory, scales, memory + at.staging, segment);
     let_next_start();
 }
 
 int64_t row_bytes(const smoe_layer &layer)
 {
-    return layer.experts * (moe_ranks_by_sigmoid(layer.score) ? 4 : moe_type_bytes(layer.logits_type));
+    return layer.experts * (moe_score_has_curve(layer.score) ? 4 : moe_type_bytes(layer.logits_type));
 }
 
 int share_of(const smoe_layer &layer)
@@ -424,7 +426,7 @@ int segment_of(const moe_device *device, const smoe_layer &layer)
     return segment;
 }
 
-template <typename L, bool SIGMOID, int P, int SHARE>
+template <typename L, bool CURVE, int P, int SHARE>
 cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
 {
     const int segment = segment_of(on->device, r.layer),
@@ -432,21 +434,21 @@ cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
     const int of_step = segment / steps, threads = SHARE * of_step;
     const int64_t tokens = r.mask ? r.panels * SMOE_ROUTE_PANEL : r.layer.tokens; // the mask has no gaps
     const unsigned ctas = (unsigned)moe_divide_up(tokens, segment);
-    const layout at = layout_of<typename row_of<L, SIGMOID>::type>(r, of_step, steps, threads / 32);
-    return launch_early(fast<L, SIGMOID, P, SHARE>, dim3(ctas), dim3((unsigned)threads), at.end, on, r,
+    const layout at = layout_of<typename row_of<L, CURVE>::type>(r, of_step, steps, threads / 32);
+    return launch_early(fast<L, CURVE, P, SHARE>, dim3(ctas), dim3((unsigned)threads), at.end, on, r,
                         steps);
 }
 
-template <typename L, bool SIGMOID, int P> cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
+template <typename L, bool CURVE, int P> cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
 {
-    return share_of(r.layer) == 4 ? launch<L, SIGMOID, P, 4>(r, on) : launch<L, SIGMOID, P, 2>(r, on);
+    return share_of(r.layer) == 4 ? launch<L, CURVE, P, 4>(r, on) : launch<L, CURVE, P, 2>(r, on);
 }
 
-template <typename L, bool SIGMOID> cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
+template <typename L, bool CURVE> cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
 {
-    return r.layer.topk <= 4   ? launch<L, SIGMOID, 4>(r, on)
-           : r.layer.topk <= 8 ? launch<L, SIGMOID, 8>(r, on)
-                               : launch<L, SIGMOID, 16>(r, on);
+    return r.layer.topk <= 4   ? launch<L, CURVE, 4>(r, on)
+           : r.layer.topk <= 8 ? launch<L, CURVE, 8>(r, on)
+                               : launch<L, CURVE, 16>(r, on);
 }
 
 template <typename L, int P> cudaError_t raise_limits(const moe_device *device)
@@ -479,7 +481,7 @@ extern "C" cudaError_t moe_cuda_topk(const moe_launch *on, const moe_cuda_routin
     if (!moe_cuda_topk_writes_keys(on->device, &r->layer)) routing.keys = NULL; // scores.cu writes them
     return moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
         using L = typename decltype(l)::type;
-        return moe_ranks_by_sigmoid(r->layer.score) ? moe::topk::launch<L, true>(routing, on)
+        return moe_score_has_curve(r->layer.score) ? moe::topk::launch<L, true>(routing, on)
                                                     : moe::topk::launch<L, false>(routing, on);
     });
 }

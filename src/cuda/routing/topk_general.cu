@@ -43,7 +43,7 @@ template <typename L>
 SMOE_DEVICE float rank_experts(const moe_cuda_routing &r, const L *logits, const warp_memory &m, int lane)
 {
     const int experts = (int)r.layer.experts, padded = (experts + 31) / 32 * 32;
-    const bool sigmoid = moe_ranks_by_sigmoid(r.layer.score);
+    const bool curve = moe_score_has_curve(r.layer.score);
     uint32_t largest = 0;
     for (int e = lane; e < padded; e += 32) {
         uint32_t key = 0;
@@ -52,9 +52,9 @@ SMOE_DEVICE float rank_experts(const moe_cuda_routing &r, const L *logits, const
             const uint32_t logit_key = moe_rank_key(logit);
             largest = max(largest, logit_key);
             key = logit_key + 1;
-            if (sigmoid) {
-                const float sigma = moe_sigmoid(logit);
-                key = moe_rank_key(r.selection_bias ? moe_add(sigma, r.selection_bias[e]) : sigma) + 1;
+            if (curve) {
+                const float value = moe_score_value(r.layer.score, logit);
+                key = moe_rank_key(r.selection_bias ? moe_add(value, r.selection_bias[e]) : value) + 1;
             }
         }
         m.keys[e] = key;
@@ -139,7 +139,7 @@ SMOE_DEVICE void route_token(const moe_cuda_routing &r, const warp_memory &m, ui
     const L *logits = (const L *)r.logits + token * experts;
     moe_token_softmax softmax = {rank_experts(r, logits, m, lane), 1.0f};
     __syncwarp();
-    if (r.softmax || moe_weights_from_softmax(r.layer.score))
+    if (r.softmax || moe_score_over(r.layer.score) == MOE_OVER_all)
         softmax.sum = sum_terms(logits, experts, softmax.max, lane);
     if (r.softmax && lane == 0) r.softmax[token] = softmax;
     if (r.layer.groups > 1) keep_groups(r.layer, m, lane);
