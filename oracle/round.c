@@ -131,8 +131,8 @@ double oracle_added_weight(const smoe_layer *layer, const oracle_forward *forwar
 {
     const double logit = forward->logits[pair];
     const double raw = score_is_sigma(layer->score) ? sigma_of(logit)
-                       : isnan(logit)                     ? NAN
-                                                          : forward->probability[pair];
+                       : isnan(logit)               ? NAN
+                                                    : forward->probability[pair];
     return raw * (double)layer->route_scale;
 }
 

@@ -1,5 +1,5 @@
-/* What a score is, once more from the text of smoe.h. No switch has a default, so an enumerator that one of them
- * lacks does not compile. */
+/* What a score is, once more from the text of smoe.h. No switch has a default, so an enumerator that one of
+ * them lacks does not compile. */
 #ifndef ORACLE_SCORE_H
 #define ORACLE_SCORE_H
 

@@ -1,8 +1,8 @@
 /* Argument checks. Limits stand next to the messages that name them. */
 #include "check.h"
 #include "activations.h"
-#include "scores.h"
 #include "ep.h"
+#include "scores.h"
 
 #include <float.h>
 #include <math.h>

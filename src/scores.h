@@ -9,14 +9,12 @@
  *   value       softmax   experts are ranked by their logits; the weights are terms of a softmax
  *               CURVE     a function f of one logit: MOE_VALUE_CURVE in rank.h, and for its slope
  *                         MOE_SLOPE_CURVE in cpu/router_backward.c and MOE_AT_CURVE in
- *                         cuda/routing/dlogits.cu. Experts are ranked by f plus the selection bias, and weights
- *                         are f. The backward reads the logits
- *   over        what the raw weights are divided by, and so which dlogits a weight has:
- *               all    a softmax over all E. With `renormalize` the weights are then divided by the sum of the K
- *               kept   a softmax over the K kept logits; `renormalize` must be 0
- *               none   nothing, or with `renormalize` the sum of the K
- *   selection   biased   takes a selection bias and groups
- *               plain    takes neither
+ *                         cuda/routing/dlogits.cu. Experts are ranked by f plus the selection bias, and
+ * weights are f. The backward reads the logits over        what the raw weights are divided by, and so which
+ * dlogits a weight has: all    a softmax over all E. With `renormalize` the weights are then divided by the
+ * sum of the K kept   a softmax over the K kept logits; `renormalize` must be 0 none   nothing, or with
+ * `renormalize` the sum of the K selection   biased   takes a selection bias and groups plain    takes
+ * neither
  *
  * The oracle takes nothing from here: its switches name every enumerator again. */
 #ifndef MOE_SCORES_H
@@ -41,9 +39,9 @@ enum { MOE_SELECTION_plain, MOE_SELECTION_biased };
 
 /* Those that are biased, for error texts: " SMOE_SCORE_..." of each. */
 #define MOE_NAME_plain(enumerator)
-#define MOE_NAME_biased(enumerator)                                    " " #enumerator
+#define MOE_NAME_biased(enumerator)                                       " " #enumerator
 #define MOE_NAME_IF_BIASED(enumerator, name, key, value, over, selection) MOE_NAME_##selection(enumerator)
-#define MOE_BIASED_SCORES                                              MOE_SCORES(MOE_NAME_IF_BIASED)
+#define MOE_BIASED_SCORES                                                 MOE_SCORES(MOE_NAME_IF_BIASED)
 
 #define MOE_COUNT_SCORE(enumerator, name, key, value, over, selection) +1
 enum { MOE_SCORE_COUNT = 0 MOE_SCORES(MOE_COUNT_SCORE) };

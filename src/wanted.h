@@ -24,8 +24,7 @@ static inline int moe_has_losses(const smoe_backward_args *a)
  * the logits of the kept experts, without rounding and without a loss. */
 static inline int moe_dlogits_are_sparse(const smoe_layer *layer, int losses)
 {
-    return layer->rounding == SMOE_ROUNDING_NONE &&
-           !moe_weights_are_p(layer) && !losses;
+    return layer->rounding == SMOE_ROUNDING_NONE && !moe_weights_are_p(layer) && !losses;
 }
 
 /* Does router_bwd read the logits? Sparse dlogits of a softmax follow from the weights that the plan keeps.

@@ -27,7 +27,8 @@ enum { SCORE_RENORMALIZE = 100 }; // added to the value of a score whose weights
 #define RENORM_all(enumerator, name)  {name "-renorm", enumerator + SCORE_RENORMALIZE},
 #define RENORM_none(enumerator, name) RENORM_all(enumerator, name)
 #define RENORM_kept(enumerator, name)
-#define SCORE(enumerator, name, key, value, over, selection) {name, enumerator}, RENORM_##over(enumerator, name)
+#define SCORE(enumerator, name, key, value, over, selection)                                                 \
+    {name, enumerator}, RENORM_##over(enumerator, name)
 static const choice scores[] = {MOE_SCORES(SCORE){NULL, 0}};
 #undef SCORE
 static const choice roundings[] = {{"none", SMOE_ROUNDING_NONE},           {"nr-f", SMOE_ROUNDING_NR_F},

@@ -136,7 +136,7 @@ static float slope_of(smoe_score score, float logit)
 
 /* Gradient through the curve at the kept pairs (if they were renormalised, `divisor` is their sum), ... */
 static void kept_curve_gradient(const token_work *w, const float *logits, const int32_t *ids,
-                                  const smoe_layer *l, float divisor, float *out)
+                                const smoe_layer *l, float divisor, float *out)
 {
     float inner = 0.0f;
     for (int64_t k = 0; k < l->topk && l->renormalize; k++) inner += w->kept[k] * w->weights[k];
@@ -192,8 +192,7 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
     const int64_t experts = l->experts;
     const int32_t *ids = c->plan->topk_ids + t * l->topk;
     const int losses = (c->balance != 0.0f || c->z != 0.0f) && moe_token_counts(c->args->token_mask, t);
-    const int curve = moe_score_has_curve(l->score),
-              plain_softmax = moe_weights_are_p(l);
+    const int curve = moe_score_has_curve(l->score), plain_softmax = moe_weights_are_p(l);
     const float *logits = w->logits;
     if (l->logits_type == SMOE_TYPE_F32)
         logits = (const float *)c->args->logits + t * experts;

@@ -134,8 +134,8 @@ SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], co
     for (int i = 0; i < OWN; i++) { // as moe_raw_weight does it, for several ranks
         const float logit = logits_of<L>::value(logits[min(own_ids[i], (int)r.layer.experts - 1)]);
         nan |= first + i < topk && moe_is_nan(logit);
-        weights[i] =
-            CURVE ? moe_score_value(r.layer.score, logit) : moe_softmax_term(logit, of_all ? softmax.max : first_logit);
+        weights[i] = CURVE ? moe_score_value(r.layer.score, logit)
+                           : moe_softmax_term(logit, of_all ? softmax.max : first_logit);
         if (first + i >= topk) weights[i] = 1.0f; // unused
     }
     if (of_all) divide<OWN>(weights, softmax.sum);
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(P > 8 && !IS_HOPPER ? FEWER_THREADS : THREADS,
         const S *row = rows + within * experts;
         const L *logits;
         constexpr bool GROUPS = CURVE && SHARE == 4; // can the layer have groups?
-        uint32_t kept = ~0u;                           // of them
+        uint32_t kept = ~0u;                         // of them
         if constexpr (CURVE) {
             score_rows<L>(rows, r, first, tokens, lane);
             __syncwarp();
@@ -385,8 +385,8 @@ __global__ void __launch_bounds__(P > 8 && !IS_HOPPER ? FEWER_THREADS : THREADS,
                                lane / SHARE == token, lane);
         }
         finish_token<L, CURVE, P, SHARE>(r, ids, logits, first + within, lane / SHARE < tokens,
-                                           masks + (in_segment >> 5) * pitch, 1u << (in_segment & 31),
-                                           scales + in_segment, lane);
+                                         masks + (in_segment >> 5) * pitch, 1u << (in_segment & 31),
+                                         scales + in_segment, lane);
     }
     __syncthreads();
     write_masks(r, masks, segment / 32);
@@ -435,8 +435,7 @@ cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
     const int64_t tokens = r.mask ? r.panels * SMOE_ROUTE_PANEL : r.layer.tokens; // the mask has no gaps
     const unsigned ctas = (unsigned)moe_divide_up(tokens, segment);
     const layout at = layout_of<typename row_of<L, CURVE>::type>(r, of_step, steps, threads / 32);
-    return launch_early(fast<L, CURVE, P, SHARE>, dim3(ctas), dim3((unsigned)threads), at.end, on, r,
-                        steps);
+    return launch_early(fast<L, CURVE, P, SHARE>, dim3(ctas), dim3((unsigned)threads), at.end, on, r, steps);
 }
 
 template <typename L, bool CURVE, int P> cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
@@ -482,7 +481,7 @@ extern "C" cudaError_t moe_cuda_topk(const moe_launch *on, const moe_cuda_routin
     return moe::for_type(moe::logits_types(), r->layer.logits_type, [&](auto l) {
         using L = typename decltype(l)::type;
         return moe_score_has_curve(r->layer.score) ? moe::topk::launch<L, true>(routing, on)
-                                                    : moe::topk::launch<L, false>(routing, on);
+                                                   : moe::topk::launch<L, false>(routing, on);
     });
 }
 
