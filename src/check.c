@@ -265,7 +265,7 @@ static smoe_status check_router(smoe_context *context, const char *function, con
                         "%s: rounding is %s, but entry is %s: rounding needs SMOE_ENTRY_FROM_LOGITS",
                         function, name_of(roundings, COUNT(roundings), (int)l->rounding),
                         moe_entry_name(l->entry));
-    if (l->entry == SMOE_ENTRY_FROM_LOGITS && moe_score_over(l->score) == MOE_OVER_kept && l->renormalize)
+    if (l->entry == SMOE_ENTRY_FROM_LOGITS && moe_score_over_kept(l->score) && l->renormalize)
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
                         "%s: renormalize is 1, but the weights of %s sum to one already", function,
                         name_of(scores, COUNT(scores), (int)l->score));

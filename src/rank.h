@@ -185,18 +185,24 @@ SMOE_HOST_DEVICE float moe_score_value(smoe_score score, float logit)
     return moe_sigmoid(logit);
 }
 
-#pragma GCC diagnostic pop
+#define MOE_RAW_all  return moe_div(moe_softmax_term(logit, max), sum)
+#define MOE_RAW_kept return moe_softmax_term(logit, first)
+#define MOE_RAW_none break
 
 /* A kept pair's weight before it is divided. first: the logit of the token's best expert; max and sum: of the
  * softmax over all E. */
 SMOE_HOST_DEVICE float moe_raw_weight(smoe_score score, float logit, float first, float max, float sum)
 {
-    switch (moe_score_over(score)) {
-    case MOE_OVER_all: return moe_div(moe_softmax_term(logit, max), sum);
-    case MOE_OVER_kept: return moe_softmax_term(logit, first);
-    default: return moe_score_value(score, logit);
+    switch (score) {
+#define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
+    case enumerator: MOE_RAW_##over;
+        MOE_SCORES(MOE_CASE)
+#undef MOE_CASE
     }
+    return moe_score_value(score, logit);
 }
+
+#pragma GCC diagnostic pop
 
 /* ---- Rounding rules: c an expert's count under plain top-K, M the tile, T the tokens ---- */
 

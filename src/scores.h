@@ -63,11 +63,24 @@ SMOE_HOST_DEVICE int moe_score_has_curve(smoe_score score)
     return 0;
 }
 
-SMOE_HOST_DEVICE int moe_score_over(smoe_score score)
+/* Do the raw weights sum to 1 over all E? */
+SMOE_HOST_DEVICE int moe_score_over_all(smoe_score score)
 {
     switch (score) {
 #define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
-    case enumerator: return MOE_OVER_##over;
+    case enumerator: return MOE_OVER_##over == MOE_OVER_all;
+        MOE_SCORES(MOE_CASE)
+#undef MOE_CASE
+    }
+    return 0;
+}
+
+/* Do they sum to 1 over the K kept experts? */
+SMOE_HOST_DEVICE int moe_score_over_kept(smoe_score score)
+{
+    switch (score) {
+#define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
+    case enumerator: return MOE_OVER_##over == MOE_OVER_kept;
         MOE_SCORES(MOE_CASE)
 #undef MOE_CASE
     }
@@ -91,13 +104,13 @@ SMOE_HOST_DEVICE int moe_score_takes_bias(smoe_score score)
 /* Are the weights of the kept pairs divided by their sum? */
 SMOE_HOST_DEVICE int moe_weights_are_divided(const smoe_layer *layer)
 {
-    return moe_score_over(layer->score) == MOE_OVER_kept ? 1 : layer->renormalize;
+    return moe_score_over_kept(layer->score) ? 1 : layer->renormalize;
 }
 
 /* Are the weights of the kept pairs p, the softmax over all E? Their dlogits are dense. */
 SMOE_HOST_DEVICE int moe_weights_are_p(const smoe_layer *layer)
 {
-    return moe_score_over(layer->score) == MOE_OVER_all && !layer->renormalize;
+    return moe_score_over_all(layer->score) && !layer->renormalize;
 }
 
 #endif

@@ -390,7 +390,7 @@ static bool check_router(const model_config *c, error *err)
     const char *only = c->groups > 1 ? "--groups" : c->selection_bias ? "--bias-rate" : NULL;
     if (only && !moe_score_takes_bias(c->score))
         return fail(err, ERROR_USAGE, "%s needs --score sigmoid, not %s", only, model_score_names[c->score]);
-    if (moe_score_over(c->score) == MOE_OVER_kept && c->norm_topk_prob)
+    if (moe_score_over_kept(c->score) && c->norm_topk_prob)
         return fail(err, ERROR_USAGE,
                     "--renormalize cannot be combined with --score %s: the weights of a "
                     "token's experts sum to 1 already",

@@ -151,8 +151,7 @@ static void route_token(const route_call *c, token_work *w, int64_t panel, int64
         moe_load_row(w->logits, c->args->logits, t * experts, experts, l->logits_type);
 
     float max = 0.0f, sum = 1.0f;
-    if (all_p || moe_score_over(l->score) == MOE_OVER_all)
-        moe_softmax_of(logits, experts, w->scores, &max, &sum);
+    if (all_p || moe_score_over_all(l->score)) moe_softmax_of(logits, experts, w->scores, &max, &sum);
     for (int64_t e = 0; e < experts && all_p; e++) w->scores[e] = moe_div(w->scores[e], sum);
     const int counted = moe_token_counts(c->args->token_mask, t);
     if (c->args->losses && counted) add_losses(c, panel, w->scores, max, sum);

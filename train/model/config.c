@@ -135,7 +135,7 @@ static bool check_limits(model_config *config, error *err)
 static bool check_router(const model_config *c, error *err)
 {
     const char *score = model_score_names[c->score];
-    if (moe_score_over(c->score) == MOE_OVER_kept && c->norm_topk_prob)
+    if (moe_score_over_kept(c->score) && c->norm_topk_prob)
         return fail(err, ERROR_USAGE, "norm_topk_prob is true, with scoring_func \"%s\" it must be false",
                     score);
     if (!moe_score_takes_bias(c->score) && (c->groups > 1 || c->selection_bias))

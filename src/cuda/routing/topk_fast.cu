@@ -116,7 +116,7 @@ SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], co
 {
     constexpr int OWN = P / SHARE;
     const int topk = (int)r.layer.topk, part = lane % SHARE, first = part * OWN;
-    const bool of_all = !CURVE && moe_score_over(r.layer.score) == MOE_OVER_all;
+    const bool of_all = !CURVE && moe_score_over_all(r.layer.score);
     const float first_logit = logits_of<L>::value(logits[ids[0]]);
     moe_token_softmax softmax = {softmax_max(first_logit), 1.0f};
     if (CURVE && r.softmax) softmax.max = largest_of_row<L, SHARE>(logits, (int)r.layer.experts, part);

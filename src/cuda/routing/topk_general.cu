@@ -139,7 +139,7 @@ SMOE_DEVICE void route_token(const moe_cuda_routing &r, const warp_memory &m, ui
     const L *logits = (const L *)r.logits + token * experts;
     moe_token_softmax softmax = {rank_experts(r, logits, m, lane), 1.0f};
     __syncwarp();
-    if (r.softmax || moe_score_over(r.layer.score) == MOE_OVER_all)
+    if (r.softmax || moe_score_over_all(r.layer.score))
         softmax.sum = sum_terms(logits, experts, softmax.max, lane);
     if (r.softmax && lane == 0) r.softmax[token] = softmax;
     if (r.layer.groups > 1) keep_groups(r.layer, m, lane);
