@@ -22,6 +22,7 @@ correct    route          150  routing compared with the CPU bit for bit
 correct    limits          60  extreme cases and errors of the caller
 correct    sms             60  contexts that use fewer SMs
 correct    ep             120  layers with ranks
+correct    lora            60  LoRA beside the experts' weights
 correct    memcheck       300  compute-sanitizer on small cases
 correct    synccheck      300
 paper      paper          500  the paper's layers, uniform and random routing: forward, and backward as far as dlogits
@@ -301,6 +302,7 @@ no_gpu() { grep -q 'no usable CUDA device\|CUDA driver version is insufficient\|
 one_part() {
     case $part in
     route | limits | sms | ep) within "$seconds" "$bin/cuda_check_$part" ;;
+    lora) within "$seconds" "$bin/cuda_lora" ;;
     memcheck | synccheck) sanitize "$part" ;;
     ops | model) within "$seconds" "$bin/cuda_check_train_$part" ;;
     olmoe) within "$seconds" "$python" "$root/tools/check_olmoe.py" "$bin/smoe" ;;
