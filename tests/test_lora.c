@@ -21,33 +21,8 @@
 
 /* ---- A layer's tensors, by name: inputs, then results ---- */
 
-enum {
-    X,
-    W1,
-    B1,
-    W2,
-    B2,
-    LOGITS,
-    IDS,
-    WEIGHTS,
-    OFFSETS,
-    LA1,
-    LB1,
-    LA2,
-    LB2,
-    DOUT,
-    INPUTS,
-    OUT = INPUTS,
-    DX,
-    DROUTING,
-    DLA1,
-    DLB1,
-    DLA2,
-    DLB2,
-    DW1,
-    DW2,
-    TENSORS
-};
+enum { X, W1, B1, W2, B2, LOGITS, IDS, WEIGHTS, OFFSETS, LA1, LB1, LA2, LB2, DOUT, INPUTS };
+enum { OUT = INPUTS, DX, DROUTING, DLA1, DLB1, DLA2, DLB2, DW1, DW2, TENSORS };
 
 typedef struct test_case {
     const char *name;
