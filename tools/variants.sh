@@ -32,7 +32,7 @@ build() {
             tail "$directory/log.txt"
             exit 3
         }
-        sh "$directory/source/tests/cuda/resources.sh" "$directory/build/src/cuda" 1 || exit 3
+        sh "$directory/source/tests/cuda/resources.sh" "$directory/build/src/cuda" || exit 3
         strip -o "$directory/$name.so" "$directory/build/src/libsmoe.so" || exit 3
         strip -o "$directory/smoe.$name" "$directory/build/smoe" || exit 3
         echo "$name"
