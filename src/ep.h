@@ -15,10 +15,10 @@ void moe_ep_window_init(moe_ep_window *window, const smoe_layer *layer);
  * tokens. Its part of saved (for inference: of scratch) is behind the plan of the rank's own tokens. */
 typedef struct moe_ep_problem {
     moe_problem received;
-    int parts;                               /* in which tokens travel */
-    uint64_t starts_at, tokens_at, spans_at; /* offsets from the received part's first byte */
-    uint64_t bytes;                          /* of this part */
-    uint64_t metadata_bytes;                 /* unpadded */
+    int parts;                                          /* in which tokens travel */
+    uint64_t starts_at, tokens_at, spans_at, blocks_at; /* offsets from the received part's first byte */
+    uint64_t bytes;                                     /* of this part */
+    uint64_t metadata_bytes;                            /* unpadded */
 } moe_ep_problem;
 
 void moe_ep_problem_init(moe_ep_problem *ep, const smoe_layer *layer);
@@ -26,7 +26,8 @@ void moe_ep_problem_init(moe_ep_problem *ep, const smoe_layer *layer);
 typedef struct moe_ep_arrays {
     moe_plan_arrays plan; /* of the received rows */
     int32_t *starts;      /* (E/W, waves, ranks) the first padded row of an expert that comes from a source */
-    int32_t *spans;       /* (E/W) rows and pad rows of an expert; cuda */
+    int32_t *spans;       /* (E/W) rows and pad rows of an expert; this and the next: cuda */
+    int32_t *run_blocks;  /* (E/W waves + 1) the first block of an expert's rows of a wave */
     int64_t *tokens;      /* (ranks) T of each source */
 } moe_ep_arrays;
 

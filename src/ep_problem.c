@@ -69,12 +69,13 @@ void moe_ep_problem_init(moe_ep_problem *ep, const smoe_layer *layer)
     moe_problem_of_runs(&ep->received, &received, rows, runs);
     const moe_problem *r = &ep->received;
     const uint64_t starts = 4 * (uint64_t)(runs * ranks), tokens = 8 * (uint64_t)ranks;
-    const uint64_t spans = 4 * (uint64_t)received.experts;
+    const uint64_t spans = 4 * (uint64_t)received.experts, blocks = 4 * (uint64_t)(runs + 1);
     ep->bytes = layer->inference ? r->plan_bytes : r->saved_buffer_bytes;
     ep->starts_at = place(&ep->bytes, starts);
     ep->tokens_at = place(&ep->bytes, tokens);
     ep->spans_at = place(&ep->bytes, spans);
-    ep->metadata_bytes = r->metadata_bytes + starts + tokens + spans;
+    ep->blocks_at = place(&ep->bytes, blocks);
+    ep->metadata_bytes = r->metadata_bytes + starts + tokens + spans + blocks;
 }
 
 moe_ep_arrays moe_ep_arrays_at(const moe_ep_problem *ep, const moe_problem *problem, void *buffer)
@@ -85,5 +86,6 @@ moe_ep_arrays moe_ep_arrays_at(const moe_ep_problem *ep, const moe_problem *prob
         .starts = (int32_t *)(void *)(at + ep->starts_at),
         .tokens = (int64_t *)(void *)(at + ep->tokens_at),
         .spans = (int32_t *)(void *)(at + ep->spans_at),
+        .run_blocks = (int32_t *)(void *)(at + ep->blocks_at),
     };
 }

@@ -65,6 +65,7 @@ typedef struct ep_case {
     int64_t tokens[EP_MOST], first[EP_MOST + 1]; /* first token of each rank in G, and ... */
     int64_t place[EP_MOST + 1];                  /* ... in the ranks' tensors, aligned */
     int biases;
+    char *router, *drouter[EP_MOST + 1]; /* NULL, or Wr (E, d) and dWr of each rank, that of G last; dtype */
     uint32_t timeout_ms;
     char *windows[EP_MOST];
     ep_run g, w;
@@ -215,6 +216,7 @@ static inline smoe_forward_args ep_forward_args(const ep_case *c, int rank)
     smoe_forward_args a = SMOE_FORWARD_ARGS_INIT;
     a.x = ep_part(c, rank, EP_X);
     a.logits = logits ? ep_part(c, rank, EP_LOGITS) : NULL;
+    a.router_weight = c->router;
     a.topk_ids = logits ? NULL : ep_part(c, rank, EP_IDS);
     a.topk_weights = logits ? NULL : ep_part(c, rank, EP_WEIGHTS);
     a.w1 = ep_part(c, rank, EP_W1);
@@ -236,6 +238,8 @@ static inline smoe_backward_args ep_backward_args(const ep_case *c, int rank)
     smoe_backward_args a = SMOE_BACKWARD_ARGS_INIT;
     a.x = f.x;
     a.logits = f.logits;
+    a.router_weight = f.router_weight;
+    a.drouter_weight = c->router ? c->drouter[rank < 0 ? EP_MOST : rank] : NULL;
     a.topk_ids = f.topk_ids;
     a.w1 = f.w1;
     a.w2 = f.w2;

@@ -96,30 +96,31 @@ SMOE_DEVICE void find_runs(const moe_ep_received_plan &p, int waves)
     }
 }
 
-// Cuts the run of each (expert, source) into waves.
+// Cuts the run of each (expert, source) into waves, a thread for each part: first where it begins in the run,
+// then its rows.
 SMOE_DEVICE void cut_runs(const moe_ep_received_plan &p, int waves)
 {
     const moe_ep_view &v = p.view;
-    for (int i = threadIdx.x; i < p.experts * v.ranks; i += COUNT_THREADS) {
-        const int e = i / v.ranks, s = i - e * v.ranks;
+    const int runs = p.experts * v.ranks;
+    for (int i = threadIdx.x; i < runs * waves; i += COUNT_THREADS) {
+        const int w = i / runs, e = (i - w * runs) / v.ranks, s = i - w * runs - e * v.ranks;
         const stripe from = stripe_at(v, v.rank, s);
         const int count = __ldcg(from.counts + e), first = p.sent[run_of(p, waves, e, 0, s)];
-        int begin = 0;
+        const int64_t token = moe_ep_wave_start(p.tokens[s], v.parts, s == v.rank, w);
+        p.run_counts[run_of(p, waves, e, w, s)] = w ? tokens_below(from.tokens + first, count, token) : 0;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < runs; i += COUNT_THREADS) {
+        const int e = i / v.ranks, s = i - e * v.ranks;
+        const int count = __ldcg(stripe_at(v, v.rank, s).counts + e),
+                  first = p.sent[run_of(p, waves, e, 0, s)];
         for (int w = 0; w < waves; w++) {
-            const int64_t end_token = moe_ep_wave_start(p.tokens[s], v.parts, s == v.rank, w + 1);
-            const int end = w == waves - 1 ? count : tokens_below(from.tokens + first, count, end_token);
+            int32_t *rows = p.run_counts + run_of(p, waves, e, w, s);
+            const int begin = *rows, end = w + 1 < waves ? rows[v.ranks] : count;
             p.sent[run_of(p, waves, e, w, s)] = first + begin;
-            p.run_counts[run_of(p, waves, e, w, s)] = end - begin;
-            begin = end;
+            *rows = end - begin;
         }
     }
-}
-
-SMOE_DEVICE int rows_of(const moe_ep_received_plan &p, int waves, int expert, int wave)
-{
-    int rows = 0;
-    for (int s = 0; s < p.view.ranks; s++) rows += p.run_counts[run_of(p, waves, expert, wave, s)];
-    return rows;
 }
 
 SMOE_DEVICE int blocks_of(int rows)
@@ -127,65 +128,87 @@ SMOE_DEVICE int blocks_of(int rows)
     return (rows + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS;
 }
 
-// counts, offsets, block_offsets and starts. Each thread takes neighbouring experts.
+// Rows of an (expert, wave).
+SMOE_DEVICE int rows_of(const moe_ep_received_plan &p, int place)
+{
+    int rows = 0;
+#pragma unroll 4
+    for (int s = 0; s < p.view.ranks; s++) rows += p.run_counts[place * p.view.ranks + s];
+    return rows;
+}
+
+// starts, offsets, block_offsets and counts. Each thread takes neighbouring (expert, wave).
 SMOE_DEVICE void place_runs(const moe_ep_received_plan &p, int waves, uint32_t *scratch)
 {
-    const int each = (p.experts + COUNT_THREADS - 1) / COUNT_THREADS;
-    const int begin = min((int)threadIdx.x * each, p.experts), end = min(begin + each, p.experts);
+    const int places = p.experts * waves, each = (places + COUNT_THREADS - 1) / COUNT_THREADS;
+    const int begin = min((int)threadIdx.x * each, places), end = min(begin + each, places);
     uint32_t own_rows = 0, own_blocks = 0;
-    for (int e = begin; e < end; e++)
-        for (int w = 0; w < waves; w++) {
-            const int rows = rows_of(p, waves, e, w);
-            own_rows += rows;
-            own_blocks += blocks_of(rows);
-        }
+    for (int i = begin; i < end; i++) {
+        const int rows = rows_of(p, i);
+        own_rows += rows;
+        own_blocks += blocks_of(rows);
+    }
     uint32_t row = sum_of_threads_before(own_rows, scratch),
              block = sum_of_threads_before(own_blocks, scratch);
-    for (int e = begin; e < end; e++) {
-        p.offsets[e] = (int32_t)row;
-        p.block_offsets[e] = (int32_t)block;
-        uint32_t count = 0;
-        for (int w = 0; w < waves; w++) {
-            uint32_t at = block * SMOE_BLOCK_ROWS;
-            for (int s = 0; s < p.view.ranks; s++) {
-                p.starts[run_of(p, waves, e, w, s)] = (int32_t)at;
-                at += p.run_counts[run_of(p, waves, e, w, s)];
-            }
-            const uint32_t rows = at - block * SMOE_BLOCK_ROWS;
-            count += rows;
-            block += blocks_of((int)rows);
+    for (int i = begin; i < end; i++) {
+        if (i % waves == 0) {
+            p.offsets[i / waves] = (int32_t)row;
+            p.block_offsets[i / waves] = (int32_t)block;
         }
-        p.counts[e] = (int32_t)count;
-        row += count;
+        p.run_blocks[i] = (int32_t)block;
+        uint32_t at = block * SMOE_BLOCK_ROWS;
+        for (int s = 0; s < p.view.ranks; s++) {
+            p.starts[i * p.view.ranks + s] = (int32_t)at;
+            at += p.run_counts[i * p.view.ranks + s];
+        }
+        const uint32_t rows = at - block * SMOE_BLOCK_ROWS;
+        row += rows;
+        block += blocks_of((int)rows);
     }
     if (threadIdx.x == COUNT_THREADS - 1) {
         p.offsets[p.experts] = (int32_t)row;
-        p.block_offsets[p.experts] = (int32_t)block;
+        p.block_offsets[p.experts] = p.run_blocks[places] = (int32_t)block;
     }
+    __syncthreads();
+    for (int e = threadIdx.x; e < p.experts; e += COUNT_THREADS)
+        p.counts[e] = p.offsets[e + 1] - p.offsets[e];
 }
 
-// The work lists: a warp takes a wave.
-SMOE_DEVICE void list_waves(const moe_ep_received_plan &p, int waves)
+// A piece of the forward's lists, and one of the backward's.
+SMOE_DEVICE void write_piece(moe_work *to, int row, int expert, int blocks)
 {
-    const int lane = threadIdx.x & 31, wave = threadIdx.x >> 5;
-    if (wave >= waves) return;
-    const moe_cuda_lists &lists = p.lists[wave];
+    *to = moe_work_make(row, expert, blocks);
+}
+
+SMOE_DEVICE void write_piece(moe_piece *to, int row, int expert, int blocks)
+{
+    *to = {row, expert, blocks, -1};
+}
+
+// The work lists of a wave, by one warp.
+template <typename L>
+SMOE_DEVICE void list_wave(const L &lists, const int32_t *run_blocks, int experts, int waves, int wave,
+                           int piece_limit)
+{
+    const int lane = threadIdx.x & 31;
     int tiles = 0, pieces = 0;
-    for (int first = 0; first < p.experts; first += 32) {
-        const int e = first + lane, blocks = e < p.experts ? blocks_of(rows_of(p, waves, e, wave)) : 0;
+    for (int first = 0; first < experts; first += 32) {
+        const int e = first + lane, run = e * waves + wave;
+        const int first_block = e < experts ? run_blocks[run] : 0;
+        const int blocks = e < experts ? run_blocks[run + 1] - first_block : 0;
+        const int row = first_block * SMOE_BLOCK_ROWS;
         const int own_tiles = (blocks + SMOE_TILE_BLOCKS - 1) / SMOE_TILE_BLOCKS,
-                  own_pieces = (blocks + p.piece_limit - 1) / p.piece_limit;
+                  own_pieces = (blocks + piece_limit - 1) / piece_limit;
         const int sum_tiles = (int)sum_up_to_lane((uint32_t)own_tiles, lane),
                   sum_pieces = (int)sum_up_to_lane((uint32_t)own_pieces, lane);
-        const int row = blocks ? p.starts[run_of(p, waves, e, wave, 0)] : 0;
         for (int i = 0; i < own_tiles; i++)
             lists.tiles[tiles + sum_tiles - own_tiles + i] =
                 moe_work_make(row + i * SMOE_TILE_BLOCKS * SMOE_BLOCK_ROWS, e,
                               min((int)SMOE_TILE_BLOCKS, blocks - i * SMOE_TILE_BLOCKS));
         for (int i = 0; i < own_pieces; i++) {
-            const int begin = moe_cut(blocks, own_pieces, i), end = moe_cut(blocks, own_pieces, i + 1);
-            lists.pieces[pieces + sum_pieces - own_pieces + i] =
-                moe_work_make(row + begin * SMOE_BLOCK_ROWS, e, end - begin);
+            const int begin = moe_cut(blocks, own_pieces, i), next = moe_cut(blocks, own_pieces, i + 1);
+            write_piece(lists.pieces + pieces + sum_pieces - own_pieces + i, row + begin * SMOE_BLOCK_ROWS, e,
+                        next - begin);
         }
         tiles += __shfl_sync(~0u, sum_tiles, 31);
         pieces += __shfl_sync(~0u, sum_pieces, 31);
@@ -218,7 +241,13 @@ __global__ void __launch_bounds__(COUNT_THREADS, 1) count(const __grid_constant_
     __syncthreads();
     place_runs(p, waves, scratch);
     __syncthreads();
-    list_waves(p, waves);
+    const int wave = threadIdx.x >> 5;
+    if (wave < waves) list_wave(p.lists[wave], p.run_blocks, p.experts, waves, wave, p.piece_limit);
+}
+
+__global__ void __launch_bounds__(32) backward_waves(const __grid_constant__ moe_ep_backward_waves p)
+{
+    list_wave(p.lists[blockIdx.x], p.run_blocks, p.experts, p.waves, (int)blockIdx.x, p.piece_limit);
 }
 
 // ---- place and map: a CTA for each (expert, source)
@@ -330,6 +359,11 @@ extern "C" cudaError_t moe_cuda_ep_send_routing(const moe_launch *on, const moe_
 {
     using namespace moe::ep;
     return moe::enqueue(send, (unsigned)(plan->each * v->ranks), THREADS, 0, on->stream, *v, *plan);
+}
+
+extern "C" cudaError_t moe_cuda_ep_backward_waves(const moe_launch *on, const moe_ep_backward_waves *p)
+{
+    return moe::enqueue(moe::ep::backward_waves, (unsigned)p->waves, 32, 0, on->stream, *p);
 }
 
 extern "C" cudaError_t moe_cuda_ep_plan(const moe_launch *on, const moe_ep_received_plan *p)

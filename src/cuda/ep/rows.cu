@@ -27,7 +27,7 @@ namespace ep
 namespace
 {
 
-enum { THREADS = 512, WARPS = THREADS / 32, COPIED = 4, SUMMED = 2 /* vectors of a lane */ };
+enum { THREADS = 1024, WARPS = THREADS / 32, COPIED = 4, SUMMED = 2 /* vectors of a lane */ };
 
 SMOE_DEVICE int first_warp()
 {
@@ -63,7 +63,7 @@ SMOE_DEVICE void send_row(const moe_ep_push &p, int64_t row, int rank, uint32_t 
     }
 }
 
-__global__ void __launch_bounds__(THREADS) push(const __grid_constant__ moe_ep_push p)
+__global__ void __launch_bounds__(THREADS, 1) push(const __grid_constant__ moe_ep_push p)
 {
     __shared__ rank_rows rows;
     const moe_ep_view &v = p.view;
@@ -149,7 +149,7 @@ template <typename T> SMOE_DEVICE void return_slot(const moe_ep_return &p, int s
 }
 
 template <typename T>
-__global__ void __launch_bounds__(THREADS) return_sums(const __grid_constant__ moe_ep_return p)
+__global__ void __launch_bounds__(THREADS, 1) return_sums(const __grid_constant__ moe_ep_return p)
 {
     const moe_ep_view &v = p.view;
     if (has_failed(v)) return;
@@ -217,7 +217,7 @@ SMOE_DEVICE void spoil_row(const moe_ep_collect &p, int64_t t)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(THREADS) collect(const __grid_constant__ moe_ep_collect p)
+__global__ void __launch_bounds__(THREADS, 1) collect(const __grid_constant__ moe_ep_collect p)
 {
     __shared__ rank_rows rows;
     const bool failed = has_failed(p.view);
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(THREADS) collect(const __grid_constant__ moe_e
 
 // ---- spoil
 
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 1)
     spoil(const __grid_constant__ moe_ep_view v, const __grid_constant__ moe_ep_outputs o)
 {
     if (!has_failed(v)) return;
@@ -264,7 +264,7 @@ extern "C" cudaError_t moe_cuda_ep_collect(const moe_launch *on, const moe_ep_co
 {
     using namespace moe;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        return enqueue(ep::collect<typename decltype(t)::type>, 4u * (unsigned)on->sms, ep::THREADS, 0,
+        return enqueue(ep::collect<typename decltype(t)::type>, 2u * (unsigned)on->sms, ep::THREADS, 0,
                        on->stream, *p);
     });
 }

@@ -129,7 +129,11 @@ SMOE_DEVICE void signal_when_done(const moe_ep_view &v, int flag, uint64_t mark)
         before = atomicAdd(arrived, 1u);
     }
     if (__shfl_sync(~0u, before, 0) != gridDim.x - 1) return;
-    if (threadIdx.x == 0) *arrived = 0;
+    if (threadIdx.x == 0) {
+        *arrived = 0;
+        fence_system(); // this thread has seen that the other CTAs are done
+    }
+    __syncwarp();
     signal_all(v, flag, mark);
 }
 

@@ -16,7 +16,7 @@ static uint64_t shared_end(const moe_problem *p, const backward_scratch *s, uint
                    dx = (uint64_t)(p->padded_rows * p->chunk_columns * p->element);
     const uint64_t ends[SHARED_USES] = {
         [SHARED_FOR_DW2] = s->parts2 + parts * (uint64_t)s->tiles2 * tile,
-        [SHARED_FOR_DW1] = s->shared + parts * (uint64_t)s->tiles1 * tile,
+        [SHARED_FOR_DW1] = s->parts1 + parts * (uint64_t)s->tiles1 * tile,
         [SHARED_FOR_ROUTER] = s->router.passing_end,
         [SHARED_FOR_DX] = s->shared + moe_align_up(dx),
     };
@@ -58,8 +58,12 @@ static void lay_out(const device_state *state, const moe_problem *p, int dw_last
     }
     const uint64_t a_end = s.shared + moe_align_up(rows * (uint64_t)(layer->intermediate * p->element));
     s.a = s.shared;
-    if (dw_last) s.shared = a_end; /* A' is read after dX~ */
+    s.parts1 = s.shared;
     s.parts2 = a_end;
+    if (dw_last) { /* A' is read after dX~, and dX~ while dw2 runs */
+        s.shared = a_end;
+        s.parts1 = s.parts2 = a_end + moe_align_up(rows * (uint64_t)(p->chunk_columns * p->element));
+    }
     layout->bytes = shared_end(p, &s, tile);
     memcpy(layout->parts, &s, sizeof s);
 }
@@ -98,7 +102,7 @@ cudaError_t moe_cuda_make_backward_lists(const backward_call *c)
     return moe_cuda_lists_launch(&c->on, &experts, &router);
 }
 
-static cudaError_t run_dh(backward_call *c)
+cudaError_t moe_cuda_run_dh(backward_call *c)
 {
     const smoe_layer *layer = &c->problem->layer;
     const moe_dh dh = {
@@ -208,7 +212,7 @@ static cudaError_t run_dw1(backward_call *c)
     moe_dw dw = weight_gradient(c, c->dh, c->halves);
     dw.tokens = c->args->x;
     dw.gradient = c->args->dw1;
-    dw.parts = c->at.parts ? (float *)(c->scratch + c->at.shared) : NULL;
+    dw.parts = c->at.parts ? (float *)(c->scratch + c->at.parts1) : NULL;
     dw.transposed = 1;
     return c->state->kernels->dw(&c->on, &dw);
 }
@@ -239,7 +243,8 @@ cudaError_t moe_cuda_run_dx_rows(backward_call *c, int64_t first_column, int64_t
         .dh = c->dh,
         .w1 = c->args->w1,
         .dx = c->scratch + c->at.shared,
-        .block_offsets = c->plan->block_offsets,
+        .block_offsets = c->block_offsets,
+        .block_stride = c->block_stride,
         .lists = c->lists,
         .rows = c->rows,
         .hidden = layer->hidden,
@@ -289,13 +294,12 @@ static cudaError_t run_chunks(smoe_context *context, backward_call *c)
     return status;
 }
 
-/* Also makes the work lists. */
-cudaError_t moe_cuda_run_dh(smoe_context *context, backward_call *c)
+static cudaError_t run_lists_dh_ds(smoe_context *context, backward_call *c)
 {
     moe_stage_begin(context, SMOE_STAGE_DH, c->on.stream);
     cudaError_t status = moe_cuda_make_backward_lists(c);
     if (status == cudaSuccess) status = moe_cuda_lora_q2(c);
-    if (status == cudaSuccess) status = run_dh(c);
+    if (status == cudaSuccess) status = moe_cuda_run_dh(c);
     if (status == cudaSuccess) status = moe_cuda_run_ds(c);
     if (status == cudaSuccess) status = moe_cuda_lora_gradients2(c);
     moe_stage_end(context, SMOE_STAGE_DH, c->on.stream);
@@ -336,7 +340,7 @@ static cudaError_t run_stages(smoe_context *context, backward_call *c)
     cudaError_t status = cudaSuccess;
     if (ds || moe_wants_dh(args) || args->dw2) { /* dh leaves A' to dw2 */
         status = begin_use(c, SHARED_FOR_DW2);
-        if (status == cudaSuccess) status = moe_cuda_run_dh(context, c);
+        if (status == cudaSuccess) status = run_lists_dh_ds(context, c);
     }
     if (status == cudaSuccess && moe_wants_dw2(args)) {
         status = begin_use(c, SHARED_FOR_DW2);
@@ -372,6 +376,8 @@ backward_call moe_cuda_backward_call(const device_state *state, const moe_proble
         .scratch = scratch,
         .dh = problem->layer.reuse_saved ? plan->h : scratch + at.dh,
         .a = scratch + at.a,
+        .block_offsets = plan->block_offsets,
+        .block_stride = 1,
         .bias_counts = plan->counts,
         .rows = problem->padded_rows / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS,
         .halves = problem->gated ? 2 : 1,

@@ -34,7 +34,8 @@ typedef struct backward_scratch {
     uint64_t counts, tiles, pieces, splits, block_expert, ds, dh;
     uint64_t q1, q2;        /* LoRA */
     uint64_t shared;        /* where the memory with the four uses begins */
-    uint64_t a, parts2;     /* SHARED_FOR_DW2; a is at its begin */
+    uint64_t a, parts2;     /* SHARED_FOR_DW2; a is at its begin, or before it if dw2 comes after dx */
+    uint64_t parts1;        /* SHARED_FOR_DW1 */
     int64_t parts;          /* bound on pieces of split experts */
     int32_t tiles2, tiles1; /* of an expert's dW2 and dW1 */
     int32_t ds_parts;       /* without b2's */
@@ -50,6 +51,8 @@ typedef struct backward_call {
     backward_scratch at;
     moe_cuda_backward_lists lists;
     char *scratch, *dh, *a;
+    const int32_t *block_offsets; /* as in moe_up, for dx_rows: the plan's */
+    int32_t block_stride;
     const int32_t *bias_counts; /* (E) rows of an expert that db1 and db2 add: the plan's counts */
     int64_t rows;               /* whole blocks of the padded rows */
     int halves, with_router;
@@ -73,7 +76,7 @@ backward_call moe_cuda_backward_call(const device_state *state, const moe_proble
 /* The stages; those that are not wanted do nothing. Not all memory in scratch is there at all times: see
  * shared_use. */
 cudaError_t moe_cuda_make_backward_lists(const backward_call *call);
-cudaError_t moe_cuda_run_dh(smoe_context *context, backward_call *call);
+cudaError_t moe_cuda_run_dh(backward_call *call);
 cudaError_t moe_cuda_run_ds(const backward_call *call);
 cudaError_t moe_cuda_run_dx_rows(backward_call *call, int64_t first_column, int64_t columns);
 cudaError_t moe_cuda_run_dw2(smoe_context *context, backward_call *call);

@@ -9,7 +9,6 @@
  * kernels on few SMs, and the stages beside them use the other SMs. A kernel waits for a part of the others'
  * rows only when this rank's rows of the part have been sent. So no wait holds up what another rank waits
  * for, even if all streams share one queue. */
-#include "host/backward.h"
 #include "host/ep_host.h"
 #include "host/forward.h"
 #include "schedule/scheduler.h"
@@ -36,8 +35,10 @@ static cudaError_t open_group(moe_cuda_group *group)
     status = cudaDeviceGetStreamPriorityRange(&lowest, &highest);
     if (status == cudaSuccess)
         status = cudaStreamCreateWithPriority(&group->comm, cudaStreamNonBlocking, highest);
-    if (status == cudaSuccess) status = cudaEventCreateWithFlags(&group->turn, cudaEventDisableTiming);
-    if (status == cudaSuccess) status = cudaEventCreateWithFlags(&group->again, cudaEventDisableTiming);
+    if (status == cudaSuccess) status = cudaStreamCreateWithFlags(&group->aside, cudaStreamNonBlocking);
+    cudaEvent_t *const events[] = {&group->turn, &group->again, &group->own, &group->own_again};
+    for (size_t i = 0; i < sizeof events / sizeof *events && status == cudaSuccess; i++)
+        status = cudaEventCreateWithFlags(events[i], cudaEventDisableTiming);
     for (int i = 0; i < MOE_EP_MAX_PARTS && status == cudaSuccess; i++)
         status = cudaEventCreateWithFlags(&group->sent[i], cudaEventDisableTiming);
     return status;
@@ -45,11 +46,13 @@ static cudaError_t open_group(moe_cuda_group *group)
 
 static void close_group(moe_cuda_group *group)
 {
-    if (group->turn) cudaEventDestroy(group->turn);
-    if (group->again) cudaEventDestroy(group->again);
+    const cudaEvent_t events[] = {group->turn, group->again, group->own, group->own_again};
+    for (size_t i = 0; i < sizeof events / sizeof *events; i++)
+        if (events[i]) cudaEventDestroy(events[i]);
     for (int i = 0; i < MOE_EP_MAX_PARTS; i++)
         if (group->sent[i]) cudaEventDestroy(group->sent[i]);
     if (group->comm) cudaStreamDestroy(group->comm);
+    if (group->aside) cudaStreamDestroy(group->aside);
     if (group->report) cudaFreeHost(group->report);
     free(group);
 }
@@ -187,37 +190,74 @@ cudaError_t moe_cuda_ep_follow(const ep_call *c, cudaStream_t stream, cudaStream
     return status == cudaSuccess ? cudaStreamWaitEvent(stream, event, 0) : status;
 }
 
+/* Whole stripes by the copy engines, peer after peer: (W - 1) rows a token and no SM, where kernels send the
+ * D rows a token that are needed. Copies win where the transfer hides behind the layer, and where a token has
+ * an expert on nearly every rank. On eight H200 a GPU sent 385 GB/s by copies, and the forward computes at
+ * about 550 TFLOP/s; the figures are in the log of 2026-11-27. */
+static int copies_are_better(const smoe_layer *l)
+{
+    const double sent = (double)((l->ranks - 1) * l->hidden * 2) / 385e9;
+    const double computed = 6.0 * (double)(l->topk * l->hidden * l->intermediate) / 550e12;
+    return sent <= 0.75 * computed || l->topk >= 2 * l->ranks;
+}
+
+/* The place of this rank's row `row` in the region of a window. */
+static char *place_in(const ep_call *c, int rank, uint64_t region, int64_t row)
+{
+    return c->ep->windows[rank] + region + (c->ep->rank * c->ep->window.max_tokens + row) * c->row_bytes;
+}
+
+/* Rows first..end - 1 to the same place of all other windows. */
+static cudaError_t copy_stripes(const ep_call *c, const moe_ep_push *p)
+{
+    const smoe_ep *ep = c->ep;
+    const char *from = (const char *)p->rows + p->first * p->row_bytes;
+    const size_t bytes = (size_t)((p->end - p->first) * p->row_bytes);
+    cudaError_t status = cudaSuccess;
+    for (int i = 1; i < ep->ranks && bytes && status == cudaSuccess; i++)
+        status = cudaMemcpyAsync(place_in(c, (ep->rank + i) % ep->ranks, p->region, p->first), from, bytes,
+                                 cudaMemcpyDefault, c->comm.stream);
+    return status == cudaSuccess ? moe_cuda_ep_signal(&c->comm, &c->begin.view, p->flag, p->part) : status;
+}
+
+static cudaError_t copy_own(const ep_call *c, const void *rows, uint64_t region, cudaEvent_t done)
+{
+    const moe_cuda_group *group = c->ep->backend;
+    const size_t bytes = (size_t)(c->problem->layer.tokens * c->row_bytes);
+    cudaError_t status = moe_cuda_ep_follow(c, group->aside, c->main.stream);
+    if (status == cudaSuccess && bytes)
+        status = cudaMemcpyAsync(place_in(c, c->ep->rank, region, 0), rows, bytes, cudaMemcpyDeviceToDevice,
+                                 group->aside);
+    return status == cudaSuccess ? cudaEventRecord(done, group->aside) : status;
+}
+
 cudaError_t moe_cuda_ep_push_parts(const ep_call *c, const void *rows, uint64_t region, moe_ep_flag flag,
-                                   int parts, int own)
+                                   int parts)
 {
     const int64_t tokens = c->problem->layer.tokens;
     const moe_cuda_group *group = c->ep->backend;
+    const int again = flag == MOE_EP_AGAIN, copies = c->waves > 1 && copies_are_better(&c->problem->layer);
     moe_ep_push p = {.view = c->begin.view,
                      .plan = c->own,
                      .rows = rows,
                      .region = region,
                      .row_bytes = c->row_bytes,
                      .flag = flag,
-                     .own = own};
-    cudaError_t status = cudaSuccess;
+                     .own = c->waves == 1};
+    cudaError_t status = moe_cuda_ep_follow(c, c->comm.stream, c->main.stream);
+    if (status == cudaSuccess && c->waves > 1)
+        status = copy_own(c, rows, region, again ? group->own_again : group->own);
     for (p.part = 0; p.part < parts && status == cudaSuccess; p.part++) {
         p.first = moe_ep_part_start(tokens, parts, p.part);
         p.end = moe_ep_part_start(tokens, parts, p.part + 1);
-        status = moe_cuda_ep_push(&c->comm, &p);
+        status = copies ? copy_stripes(c, &p) : moe_cuda_ep_push(&c->comm, &p);
         if (status == cudaSuccess && c->waves > 1)
-            status =
-                cudaEventRecord(flag == MOE_EP_INPUT ? group->sent[p.part] : group->again, c->comm.stream);
+            status = cudaEventRecord(again ? group->again : group->sent[p.part], c->comm.stream);
     }
     return status;
 }
 
-cudaError_t moe_cuda_ep_enter_wave(const ep_call *c, int wave)
-{
-    const int part = c->waves == 1 ? 0 : wave - 1;
-    if (part < 0 || part >= c->received.parts) return cudaSuccess;
-    return moe_cuda_ep_wait_for_part(c, part);
-}
-
+/* Waits for the flag of all others. Before, this rank's own rows have been sent. */
 static cudaError_t wait_for(const ep_call *c, cudaEvent_t sent, moe_ep_flag flag, int part)
 {
     cudaError_t status = cudaSuccess;
@@ -225,19 +265,30 @@ static cudaError_t wait_for(const ep_call *c, cudaEvent_t sent, moe_ep_flag flag
     return status == cudaSuccess ? moe_cuda_ep_gate(&c->main, &c->begin.view, flag, part) : status;
 }
 
-cudaError_t moe_cuda_ep_wait_for_part(const ep_call *c, int part)
+static int is_own(const ep_call *c, int wave)
 {
-    return wait_for(c, ((moe_cuda_group *)c->ep->backend)->sent[part], MOE_EP_INPUT, part);
+    return c->waves > 1 && (wave == 0 || wave == c->waves - 1);
+}
+
+cudaError_t moe_cuda_ep_enter_wave(const ep_call *c, int wave)
+{
+    const moe_cuda_group *group = c->ep->backend;
+    if (is_own(c, wave)) return cudaStreamWaitEvent(c->main.stream, group->own, 0);
+    const int part = c->waves == 1 ? 0 : wave - 1;
+    return wait_for(c, group->sent[part], MOE_EP_INPUT, part);
 }
 
 cudaError_t moe_cuda_ep_wait_again(const ep_call *c)
 {
-    return wait_for(c, ((moe_cuda_group *)c->ep->backend)->again, MOE_EP_AGAIN, 0);
+    const moe_cuda_group *group = c->ep->backend;
+    cudaError_t status = cudaSuccess;
+    if (c->waves > 1) status = cudaStreamWaitEvent(c->main.stream, group->own_again, 0);
+    return status == cudaSuccess ? wait_for(c, group->again, MOE_EP_AGAIN, 0) : status;
 }
 
-/* The flag is set with the last columns. */
+/* The sums of a rank's own tokens travel nowhere, so all SMs make them. */
 cudaError_t moe_cuda_ep_return_wave(const ep_call *c, const void *y, const float *row_weight, int wave,
-                                    int64_t first, int64_t columns)
+                                    int flags, int64_t first, int64_t columns)
 {
     const int part = c->waves == 1 ? 0 : wave - 1, last = first + columns == c->problem->layer.hidden;
     const moe_ep_return p = {
@@ -251,21 +302,14 @@ cudaError_t moe_cuda_ep_return_wave(const ep_call *c, const void *y, const float
         .first_column = first,
         .columns = columns,
         .wave = wave,
-        .part = last && part < c->received.parts ? part : -1,
+        .part = flags && last && part < c->received.parts ? part : -1,
     };
+    if (is_own(c, wave)) return moe_cuda_ep_return(&c->main, &p);
     cudaError_t status = moe_cuda_ep_follow(c, c->comm.stream, c->main.stream);
     if (status == cudaSuccess) status = moe_cuda_ep_return(&c->comm, &p);
     if (status == cudaSuccess && !(first == 0 && last)) /* the next columns take the place of these */
         status = moe_cuda_ep_follow(c, c->main.stream, c->comm.stream);
     return status;
-}
-
-const void *moe_cuda_ep_slots(const ep_call *c, uint64_t region, const void *rows, int wave)
-{
-    const int own = c->waves > 1 && (wave == 0 || wave == c->waves - 1);
-    if (!own) return c->ep->windows[c->ep->rank] + region;
-    return (const void *)((uintptr_t)rows -
-                          (uintptr_t)(c->ep->rank * c->ep->window.max_tokens * c->row_bytes));
 }
 
 /* ---- The forward ---- */
@@ -279,7 +323,12 @@ typedef struct received_scratch {
     int32_t piece_limit, words;
 } received_scratch;
 
-/* The pieces are those of even routing, in which a rank receives as many rows as its tokens have pairs. */
+int32_t moe_cuda_ep_piece_limit(const smoe_layer *layer, const moe_ep_problem *ep)
+{
+    return moe_piece_limit(layer->max_tokens * layer->topk / moe_ep_waves(ep->parts),
+                           ep->received.layer.experts);
+}
+
 static received_scratch lay_out_received(const device_state *state, const smoe_layer *layer,
                                          const moe_ep_problem *ep)
 {
@@ -287,7 +336,7 @@ static received_scratch lay_out_received(const device_state *state, const smoe_l
     const int64_t experts = p->layer.experts, slots = p->layer.tokens, waves = moe_ep_waves(ep->parts);
     const uint64_t runs = 4 * (uint64_t)(experts * waves * layer->ranks);
     received_scratch s = {.words = (int32_t)moe_divide_up(experts, 32)};
-    s.piece_limit = moe_piece_limit(layer->max_tokens * layer->topk / waves, experts);
+    s.piece_limit = moe_cuda_ep_piece_limit(layer, ep);
     moe_cuda_lay_out_forward(state, p, &s.experts);
     s.tiles = moe_align_up(4 * sizeof(int32_t));
     s.pieces = s.tiles + moe_align_up(sizeof(moe_work) *
@@ -315,9 +364,8 @@ void moe_cuda_ep_add_scratch(const device_state *state, const moe_problem *probl
     const uint64_t plan = problem->layer.inference ? problem->plan_bytes : 0;
     if (forward)
         forward->bytes = larger(forward->bytes, plan + lay_out_received(state, &problem->layer, &ep).end);
-    moe_layout rows = {0};
-    if (backward) moe_cuda_lay_out_dw_last(state, &ep.received, &rows);
-    if (backward) backward->bytes = larger(backward->bytes, rows.bytes);
+    if (backward)
+        backward->bytes = larger(backward->bytes, moe_cuda_ep_backward_scratch(state, &problem->layer, &ep));
 }
 
 static cudaError_t dispatch(const ep_call *c, const smoe_forward_args *args)
@@ -325,10 +373,8 @@ static cudaError_t dispatch(const ep_call *c, const smoe_forward_args *args)
     moe_stage_begin(c->context, SMOE_STAGE_DISPATCH, c->main.stream);
     cudaError_t status = moe_cuda_ep_begin(&c->main, &c->begin);
     if (status == cudaSuccess) status = moe_cuda_ep_send_routing(&c->main, &c->begin.view, &c->own);
-    if (status == cudaSuccess) status = moe_cuda_ep_follow(c, c->comm.stream, c->main.stream);
     if (status == cudaSuccess)
-        status = moe_cuda_ep_push_parts(c, args->x, c->ep->window.x, MOE_EP_INPUT, c->received.parts,
-                                        c->waves == 1);
+        status = moe_cuda_ep_push_parts(c, args->x, c->ep->window.x, MOE_EP_INPUT, c->received.parts);
     moe_stage_end(c->context, SMOE_STAGE_DISPATCH, c->main.stream);
     return status;
 }
@@ -354,6 +400,7 @@ static moe_ep_received_plan plan_of(const ep_call *c, const received_scratch *s,
         .row_weight = plan->row_weight,
         .starts = c->arrays.starts,
         .spans = c->arrays.spans,
+        .run_blocks = c->arrays.run_blocks,
         .run_counts = (int32_t *)(scratch + s->run_counts),
         .sent = (int32_t *)(scratch + s->sent),
         .mask = (uint32_t *)(scratch + s->mask),
@@ -393,7 +440,7 @@ static cudaError_t run_wave(const ep_call *c, forward_call *rows, int wave)
         moe_stage_end(context, SMOE_STAGE_DOWN, c->main.stream);
         if (status != cudaSuccess) return status;
         moe_stage_begin(context, SMOE_STAGE_COMBINE, c->main.stream);
-        status = moe_cuda_ep_return_wave(c, rows->y, c->arrays.plan.row_weight, wave, first, columns);
+        status = moe_cuda_ep_return_wave(c, rows->y, c->arrays.plan.row_weight, wave, 1, first, columns);
         moe_stage_end(context, SMOE_STAGE_COMBINE, c->main.stream);
     }
     return status;
@@ -406,6 +453,7 @@ static cudaError_t experts(ep_call *c, const smoe_forward_args *args, const char
     const received_scratch s = lay_out_received(c->state, layer, &c->received);
     const moe_ep_received_plan plan = plan_of(c, &s, c->call->scratch);
     smoe_forward_args local = *args;
+    local.x = c->ep->windows[c->ep->rank] + c->ep->window.x;
     forward_call rows = moe_cuda_forward_call(c->state, &c->received.received, &s.experts, &c->arrays.plan,
                                               &local, c->call->scratch, c->main.stream);
     rows.on = c->beside;
@@ -413,8 +461,9 @@ static cudaError_t experts(ep_call *c, const smoe_forward_args *args, const char
         c->state->kernels->few_rows(layer->ranks * layer->max_tokens * layer->topk, layer->experts);
     cudaError_t status = plan_received(c, &plan);
     for (int wave = 0; wave < c->waves && status == cudaSuccess; wave++) {
-        local.x = moe_cuda_ep_slots(c, c->ep->window.x, args->x, wave);
         rows.lists = plan.lists[wave];
+        rows.block_offsets = c->arrays.run_blocks + wave;
+        rows.block_stride = c->waves;
         status = run_wave(c, &rows, wave);
     }
     *refused = rows.on.refused_call;

@@ -13,11 +13,10 @@ static cudaError_t dispatch(const ep_call *c, const smoe_backward_args *args, in
     const moe_ep_window *w = &c->ep->window;
     moe_stage_begin(c->context, SMOE_STAGE_DISPATCH_BWD, c->main.stream);
     cudaError_t status = moe_cuda_ep_begin(&c->main, &c->begin);
-    if (status == cudaSuccess) status = moe_cuda_ep_follow(c, c->comm.stream, c->main.stream);
     if (status == cudaSuccess && wanted)
-        status = moe_cuda_ep_push_parts(c, args->dout, w->dout, MOE_EP_INPUT, c->received.parts, 1);
+        status = moe_cuda_ep_push_parts(c, args->dout, w->dout, MOE_EP_INPUT, c->received.parts);
     if (status == cudaSuccess && args->dw1)
-        status = moe_cuda_ep_push_parts(c, args->x, w->x, MOE_EP_AGAIN, 1, 1);
+        status = moe_cuda_ep_push_parts(c, args->x, w->x, MOE_EP_AGAIN, 1);
     moe_stage_end(c->context, SMOE_STAGE_DISPATCH_BWD, c->main.stream);
     return status;
 }
@@ -43,6 +42,35 @@ static cudaError_t spoil_weights(const ep_call *c, const smoe_backward_args *arg
 
 /* ---- experts ---- */
 
+/* Behind the scratch of a backward of the received rows: the work lists of each wave. */
+typedef struct received_backward {
+    moe_layout experts;
+    uint64_t lists, list_bytes, tiles, pieces, end;
+    int32_t piece_limit;
+} received_backward;
+
+static received_backward lay_out(const device_state *state, const smoe_layer *layer, const moe_ep_problem *ep)
+{
+    const moe_problem *p = &ep->received;
+    const int64_t experts = p->layer.experts, waves = moe_ep_waves(ep->parts);
+    received_backward s = {.piece_limit = moe_cuda_ep_piece_limit(layer, ep)};
+    moe_cuda_lay_out_dw_last(state, p, &s.experts);
+    s.tiles = moe_align_up(6 * sizeof(int32_t));
+    s.pieces = s.tiles + moe_align_up(sizeof(moe_work) *
+                                      (uint64_t)moe_work_bound(p->padded_rows, experts, SMOE_TILE_BLOCKS));
+    s.list_bytes = s.pieces + moe_align_up(sizeof(moe_piece) *
+                                           (uint64_t)moe_work_bound(p->padded_rows, experts, s.piece_limit));
+    s.lists = moe_align_up(s.experts.bytes);
+    s.end = s.experts.bytes ? s.lists + (uint64_t)waves * s.list_bytes : 0; /* 0: inference */
+    return s;
+}
+
+uint64_t moe_cuda_ep_backward_scratch(const device_state *state, const smoe_layer *layer,
+                                      const moe_ep_problem *ep)
+{
+    return lay_out(state, layer, ep).end;
+}
+
 static cudaError_t send_ds(const ep_call *c, const backward_call *rows)
 {
     const moe_ep_send_ds p = {
@@ -59,45 +87,69 @@ static cudaError_t send_ds(const ep_call *c, const backward_call *rows)
     return moe_cuda_ep_send_ds(&c->main, &p);
 }
 
-/* Sends the sums of all waves for some columns. */
-static cudaError_t return_waves(const ep_call *c, const void *y, int64_t first, int64_t columns)
+static cudaError_t make_lists(const ep_call *c, const backward_call *rows, const received_backward *s,
+                              moe_ep_backward_waves *waves)
 {
-    cudaError_t status = cudaSuccess;
-    for (int wave = 0; wave < c->waves && status == cudaSuccess; wave++)
-        status = moe_cuda_ep_return_wave(c, y, NULL, wave, first, columns);
-    return status;
+    *waves = (moe_ep_backward_waves){
+        .run_blocks = c->arrays.run_blocks,
+        .experts = (int32_t)rows->problem->layer.experts,
+        .waves = c->waves,
+        .piece_limit = s->piece_limit,
+    };
+    for (int w = 0; w < c->waves; w++) {
+        char *at = rows->scratch + s->lists + (uint64_t)w * s->list_bytes;
+        waves->lists[w] = rows->lists;
+        waves->lists[w].counts = (int32_t *)at;
+        waves->lists[w].turn = (int32_t *)at + 4;
+        waves->lists[w].tiles = (moe_work *)(at + s->tiles);
+        waves->lists[w].pieces = (moe_piece *)(at + s->pieces);
+    }
+    const cudaError_t status = moe_cuda_make_backward_lists(rows);
+    return status == cudaSuccess ? moe_cuda_ep_backward_waves(&c->main, waves) : status;
 }
 
-static cudaError_t return_dx(const ep_call *c, backward_call *rows)
+/* dh, and dx_rows and return for one chunk after another. */
+static cudaError_t run_wave(const ep_call *c, backward_call *rows, int wave)
 {
     const int64_t hidden = c->problem->layer.hidden, chunk = c->problem->chunk_columns;
-    cudaError_t status = cudaSuccess;
-    for (int64_t first = 0; first < hidden && status == cudaSuccess; first += chunk) {
+    cudaError_t status = moe_cuda_ep_enter_wave(c, wave);
+    moe_stage_begin(c->context, SMOE_STAGE_DH, c->main.stream);
+    if (status == cudaSuccess) status = moe_cuda_run_dh(rows);
+    moe_stage_end(c->context, SMOE_STAGE_DH, c->main.stream);
+    for (int64_t first = 0; rows->args->dx && first < hidden && status == cudaSuccess; first += chunk) {
         const int64_t columns = hidden - first < chunk ? hidden - first : chunk;
         moe_stage_begin(c->context, SMOE_STAGE_DX_ROWS, c->main.stream);
         status = moe_cuda_run_dx_rows(rows, first, columns);
         moe_stage_end(c->context, SMOE_STAGE_DX_ROWS, c->main.stream);
         if (status != cudaSuccess) return status;
         moe_stage_begin(c->context, SMOE_STAGE_DX, c->main.stream);
-        status = return_waves(c, rows->scratch + rows->at.shared, first, columns);
+        status = moe_cuda_ep_return_wave(c, rows->scratch + rows->at.shared, NULL, wave, 0, first, columns);
         moe_stage_end(c->context, SMOE_STAGE_DX, c->main.stream);
     }
     return status;
 }
 
-/* The gradients that travel. Without dX there is still the flag, for dS. */
-static cudaError_t run_returned(const ep_call *c, backward_call *rows, int wants_ds)
+/* The gradients that travel. The flag is set behind dS, which needs all of dO. */
+static cudaError_t run_returned(const ep_call *c, backward_call *rows, const received_backward *s,
+                                int wants_ds)
 {
     const smoe_backward_args *args = rows->args;
-    cudaError_t status = cudaSuccess;
-    for (int part = 0; part < c->received.parts && status == cudaSuccess; part++)
-        status = moe_cuda_ep_wait_for_part(c, part);
-    if (status == cudaSuccess && (wants_ds || moe_wants_dh(args) || args->dw2))
-        status = moe_cuda_run_dh(c->context, rows);
+    const moe_cuda_backward_lists all = rows->lists;
+    moe_ep_backward_waves waves;
+    cudaError_t status = make_lists(c, rows, s, &waves);
+    const int wants_dh = wants_ds || moe_wants_dh(args) || args->dw2;
+    for (int wave = 0; wave < c->waves && status == cudaSuccess; wave++) {
+        rows->lists = waves.lists[wave];
+        rows->block_offsets = c->arrays.run_blocks + wave;
+        rows->block_stride = c->waves;
+        status = wants_dh ? run_wave(c, rows, wave) : moe_cuda_ep_enter_wave(c, wave);
+    }
+    rows->lists = all;
+    if (status == cudaSuccess && wants_ds) status = moe_cuda_run_ds(rows);
     if (status == cudaSuccess && wants_ds) status = send_ds(c, rows);
-    if (status == cudaSuccess && args->dx) return return_dx(c, rows);
+    if (status == cudaSuccess) status = moe_cuda_ep_follow(c, c->comm.stream, c->main.stream);
     return status == cudaSuccess
-               ? moe_cuda_ep_signal(&c->main, &c->begin.view, MOE_EP_RETURN, c->received.parts - 1)
+               ? moe_cuda_ep_signal(&c->comm, &c->begin.view, MOE_EP_RETURN, c->received.parts - 1)
                : status;
 }
 
@@ -106,6 +158,7 @@ static cudaError_t run_weights(const ep_call *c, backward_call *rows)
     const smoe_backward_args *args = rows->args;
     cudaError_t status = moe_wants_dw2(args) ? moe_cuda_run_dw2(c->context, rows) : cudaSuccess;
     if (status == cudaSuccess && args->dw1) status = moe_cuda_ep_wait_again(c);
+    rows->on.sms = c->main.sms; /* nearly all rows have travelled */
     if (status == cudaSuccess && moe_wants_dw1(args)) status = moe_cuda_run_dw1(c->context, rows);
     if (status == cudaSuccess) status = moe_cuda_ep_signal(&c->main, &c->begin.view, MOE_EP_FREE, 0);
     return status;
@@ -113,18 +166,19 @@ static cudaError_t run_weights(const ep_call *c, backward_call *rows)
 
 static cudaError_t experts(ep_call *c, const smoe_backward_args *args, int wants_ds, int wanted)
 {
-    moe_layout layout;
-    moe_cuda_lay_out_dw_last(c->state, &c->received.received, &layout);
+    const received_backward s = lay_out(c->state, &c->problem->layer, &c->received);
+    const char *window = c->ep->windows[c->ep->rank];
     smoe_backward_args local = *args;
-    local.x = moe_cuda_ep_slots(c, c->ep->window.x, NULL, 1);
-    local.dout = moe_cuda_ep_slots(c, c->ep->window.dout, NULL, 1);
+    local.x = window + c->ep->window.x;
+    local.dout = window + c->ep->window.dout;
     local.dtopk_weights = local.drow_weights = NULL;
-    backward_call rows = moe_cuda_backward_call(c->state, &c->received.received, &layout, &c->arrays.plan,
+    backward_call rows = moe_cuda_backward_call(c->state, &c->received.received, &s.experts, &c->arrays.plan,
                                                 &local, args->scratch, 0, c->main.stream);
+    rows.on = c->beside;
     rows.sends_ds = wants_ds;
     if (c->waves > 1) rows.bias_counts = c->arrays.spans;
     cudaError_t status = moe_cuda_ep_take_headers(&c->main, &c->begin, c->arrays.tokens);
-    if (status == cudaSuccess && wanted) status = run_returned(c, &rows, wants_ds);
+    if (status == cudaSuccess && wanted) status = run_returned(c, &rows, &s, wants_ds);
     if (status == cudaSuccess) status = run_weights(c, &rows);
     if (status == cudaSuccess) status = moe_cuda_ep_follow(c, c->main.stream, c->comm.stream);
     c->main.refused_call = rows.on.refused_call;

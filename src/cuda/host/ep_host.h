@@ -9,10 +9,13 @@
 /* smoe_ep.backend */
 typedef struct moe_cuda_group {
     moe_ep_report *report;
-    cudaStream_t comm; /* rows travel on it beside the stages of a layer with several waves */
-    cudaEvent_t turn;  /* for moe_cuda_ep_follow */
+    /* Beside the stages of a layer with several waves, rows travel on `comm`, and a rank's own rows are
+     * copied into its window on `aside`. */
+    cudaStream_t comm, aside;
+    cudaEvent_t turn;                   /* for moe_cuda_ep_follow */
     cudaEvent_t sent[MOE_EP_MAX_PARTS]; /* this rank's rows of a part have been sent, ... */
     cudaEvent_t again;                  /* ... and all of X again */
+    cudaEvent_t own, own_again;         /* the own rows are in the window */
 } moe_cuda_group;
 
 /* What the three stages of a pass share. */
@@ -41,25 +44,28 @@ ep_call moe_cuda_ep_call(smoe_context *context, smoe_ep *ep, const moe_call *cal
 /* What is enqueued on `stream` from now on starts after what `before` has now. */
 cudaError_t moe_cuda_ep_follow(const ep_call *c, cudaStream_t stream, cudaStream_t before);
 
-/* All parts of a (T, d) tensor. */
+/* All parts of a (T, d) tensor, to all windows. */
 cudaError_t moe_cuda_ep_push_parts(const ep_call *c, const void *rows, uint64_t region, moe_ep_flag flag,
-                                   int parts, int own);
+                                   int parts);
 
-/* Waits for a part of the others' rows, for all of their X again, and for the part that wave `wave` has. */
-cudaError_t moe_cuda_ep_wait_for_part(const ep_call *c, int part);
-cudaError_t moe_cuda_ep_wait_again(const ep_call *c);
+/* Waits for the rows of a wave, and for all of X again. */
 cudaError_t moe_cuda_ep_enter_wave(const ep_call *c, int wave);
+cudaError_t moe_cuda_ep_wait_again(const ep_call *c);
 
-/* Sends the sums of a wave's tokens for columns first..first + columns - 1. */
+/* Sends the sums of a wave's tokens for columns first..first + columns - 1. flags: MOE_EP_RETURN is set with
+ * the last columns. */
 cudaError_t moe_cuda_ep_return_wave(const ep_call *c, const void *y, const float *row_weight, int wave,
-                                    int64_t first, int64_t columns);
-
-/* A region of this rank's window as a tensor of all slots. With several waves the rank's own rows are read
- * where they are: `rows` (T, d), which no one has sent. */
-const void *moe_cuda_ep_slots(const ep_call *c, uint64_t region, const void *rows, int wave);
+                                    int flags, int64_t first, int64_t columns);
 
 smoe_status moe_cuda_ep_backward(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
                                  int with_router, int stages);
+
+/* Of the work lists of a wave: those of even routing, in which a rank receives as many rows as its tokens
+ * have pairs. */
+int32_t moe_cuda_ep_piece_limit(const smoe_layer *layer, const moe_ep_problem *ep);
+
+uint64_t moe_cuda_ep_backward_scratch(const device_state *state, const smoe_layer *layer,
+                                      const moe_ep_problem *ep);
 
 /* Room for the received rows. NULL: not wanted. */
 void moe_cuda_ep_add_scratch(const device_state *state, const moe_problem *problem, moe_layout *forward,

@@ -83,7 +83,7 @@ typedef struct moe_ep_received_plan {
     /* out, as in smoe_plan_view */
     int32_t *counts, *offsets, *block_offsets, *order, *row_token, *token_offsets, *token_rows;
     float *row_weight;
-    int32_t *starts, *spans;                    /* as in moe_ep_arrays */
+    int32_t *starts, *spans, *run_blocks;       /* as in moe_ep_arrays */
     moe_cuda_lists lists[MOE_EP_MAX_PARTS + 2]; /* of each wave */
     /* work space */
     int32_t *run_counts; /* (experts, waves, ranks) */
@@ -93,6 +93,14 @@ typedef struct moe_ep_received_plan {
 } moe_ep_received_plan;
 
 cudaError_t moe_cuda_ep_plan(const moe_launch *on, const moe_ep_received_plan *plan);
+
+/* The work lists of each wave for dh and dx_rows. */
+typedef struct moe_ep_backward_waves {
+    const int32_t *run_blocks;
+    int32_t experts, waves, piece_limit;
+    moe_cuda_backward_lists lists[MOE_EP_MAX_PARTS + 2];
+} moe_ep_backward_waves;
+cudaError_t moe_cuda_ep_backward_waves(const moe_launch *on, const moe_ep_backward_waves *waves);
 
 /* ---- rows.cu ---- */
 

@@ -15,6 +15,8 @@ typedef struct forward_call {
     moe_cuda_routing routing; /* FROM_LOGITS, for route, round and plan */
     moe_cuda_lists lists;
     char *a, *y;
+    const int32_t *block_offsets; /* as in moe_up: the plan's */
+    int32_t block_stride;
     int64_t rows; /* whole blocks of the padded rows */
     int few_rows; /* the kernels for few rows run */
     moe_launch on;

@@ -30,7 +30,9 @@ typedef struct moe_up {
     void *h;                      /* (rows, 2 or 1 times intermediate), or NULL: not stored */
     void *a;                      /* (rows, intermediate) */
     const int32_t *row_token;     /* (rows) */
-    const int32_t *block_offsets; /* (experts + 1) */
+    const int32_t *block_offsets; /* the tiles of the lists for expert e are those of the blocks from number
+                                     e block_stride up to the next number */
+    int32_t block_stride;
     moe_cuda_lists lists;
     int64_t rows, hidden, intermediate, experts;
     int gated, interleaved; /* interleaved: gate and up rows of W1 alternate */
@@ -46,7 +48,8 @@ typedef struct moe_down {
     const void *b2;               /* (experts, hidden) or NULL */
     void *y;                      /* (rows, columns) */
     const int32_t *row_token;     /* (rows) */
-    const int32_t *block_offsets; /* (experts + 1) */
+    const int32_t *block_offsets; /* as in moe_up */
+    int32_t block_stride;
     moe_cuda_lists lists;
     int64_t rows, hidden, intermediate, experts;
     int64_t first_column, columns;
@@ -92,7 +95,8 @@ typedef struct moe_dx_rows {
     const void *dh;               /* (rows, halves, row_width) */
     const void *w1;               /* (experts, halves x intermediate, hidden); intermediate <= row_width */
     void *dx;                     /* (rows, columns) */
-    const int32_t *block_offsets; /* (experts + 1), or NULL: one expert */
+    const int32_t *block_offsets; /* as in moe_up, or NULL: one expert */
+    int32_t block_stride;
     moe_cuda_backward_lists lists;
     int64_t rows, hidden, intermediate, row_width, experts;
     int halves, interleaved;

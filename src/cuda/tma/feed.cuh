@@ -28,12 +28,13 @@ struct work_item {
 // The work list, and the counter of units.
 struct work_queue {
     tile_walk walk;
-    const int32_t *block_offsets; // (E + 1), or NULL: the order of the list, column tiles fastest
-    int *turn;                    // see unit_ring.cuh
+    const int32_t *block_offsets; // as in moe_up, or NULL: the order of the list, column tiles fastest
+    int block_stride;
+    int *turn; // see unit_ring.cuh
     template <class P>
     SMOE_DEVICE work_queue(const P &p, int column_tiles)
         : walk(p.lists.tiles, p.lists.counts, column_tiles), block_offsets(p.block_offsets),
-          turn(p.lists.turn)
+          block_stride(p.block_stride), turn(p.lists.turn)
     {
     }
     SMOE_DEVICE work_item item(int unit) const
@@ -41,8 +42,8 @@ struct work_queue {
         if (unit >= walk.units) return {{0, 0}, 0};
         const moe_work tile = walk.tile(unit);
         if (walk.column_tiles <= SMOE_MOST_COLUMNS_FIRST || !block_offsets) return {tile, walk.column(unit)};
-        const int expert = moe_work_expert(tile), first = __ldg(block_offsets + expert);
-        const int blocks = __ldg(block_offsets + expert + 1) - first;
+        const int expert = moe_work_expert(tile), first = __ldg(block_offsets + expert * block_stride);
+        const int blocks = __ldg(block_offsets + expert * block_stride + 1) - first;
         const int before = (tile.row / SMOE_BLOCK_ROWS - first) / SMOE_TILE_BLOCKS; // row tiles of the expert
         const moe_place place =
             moe_place_of(before * walk.column_tiles + walk.column(unit),

@@ -31,7 +31,8 @@ struct down_params {
     CUtensorMap w2;               // 2-D: n columns, E d rows
     CUtensorMap y;                // 2-D: the chunk's columns, rows
     const void *bias;             // b2 or NULL; gemm_tiles only
-    const int32_t *block_offsets; // (E+1)
+    const int32_t *block_offsets; // as in moe_up
+    int32_t block_stride;
     moe_cuda_lists lists;
     int32_t hidden, intermediate;
     int32_t first_column, columns; // the chunk
@@ -133,6 +134,7 @@ down_lora_params prepare(moe_launch *on, const moe_down &d, moe_gemm kind)
     map_result(on, &p.y, kind, steps_of(d), d.y, d.rows, d.columns);
     p.bias = d.b2;
     p.block_offsets = d.block_offsets;
+    p.block_stride = d.block_stride;
     p.lists = d.lists;
     p.hidden = (int32_t)d.hidden;
     p.intermediate = (int32_t)d.intermediate;

@@ -24,7 +24,8 @@ struct dx_rows_params {
     CUtensorMap a;                // dH, moe_map_halves
     CUtensorMap w1;               // moe_map_w1_subtiles: a tile's columns
     CUtensorMap y;                // 2-D: the chunk's columns, rows
-    const int32_t *block_offsets; // (E+1), or NULL: one expert
+    const int32_t *block_offsets; // as in moe_up, or NULL: one expert
+    int32_t block_stride;
     moe_cuda_backward_lists lists;
     int32_t hidden, intermediate, halves; // intermediate: columns of a half of dH
     int32_t subtiles_apart;
@@ -153,6 +154,7 @@ dx_rows_lora_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
     moe_map_w1_subtiles(on, &p.w1, &w1, core.columns / SMOE_SUBTILE_COLUMNS);
     map_result(on, &p.y, kind, steps_of(d), d.dx, d.rows, d.columns);
     p.block_offsets = d.block_offsets;
+    p.block_stride = d.block_stride;
     p.lists = d.lists;
     p.hidden = (int32_t)d.hidden;
     p.intermediate = (int32_t)d.row_width;

@@ -46,7 +46,8 @@ struct up_params {
     const void *x;                // (T, hidden)
     const void *bias;             // b1 or NULL
     const int32_t *row_token;     // (padded_rows)
-    const int32_t *block_offsets; // (E+1)
+    const int32_t *block_offsets; // as in moe_up
+    int32_t block_stride;
     moe_cuda_lists lists;
     int32_t hidden, intermediate;
     int32_t gated, interleaved, store_h;
@@ -343,6 +344,7 @@ up_params prepare(moe_launch *on, const moe_up &u)
     p.bias = u.b1;
     p.row_token = u.row_token;
     p.block_offsets = u.block_offsets;
+    p.block_stride = u.block_stride;
     p.lists = u.lists;
     p.hidden = (int32_t)u.hidden;
     p.intermediate = (int32_t)u.intermediate;
