@@ -126,9 +126,13 @@ def test_limits_are_the_librarys():
     assert ours.items() <= limit.items()
 
 
-def test_version_is_cmakes():
-    cmake = (ROOT / "CMakeLists.txt").read_text()
-    assert native.version() == re.search(r"project\(smoe VERSION ([\d.]+)", cmake).group(1)
+def test_version_stands_in_the_header():
+    """CMake and pip read it there."""
+    cache = (Path(os.environ["SMOE_BUILD"]) / "CMakeCache.txt").read_text()
+    assert native.version() == re.search(r"CMAKE_PROJECT_VERSION:STATIC=(.*)", cache).group(1)
+    pip = (ROOT / "pyproject.toml").read_text()
+    regex = re.search(r"metadata.version\][^[]*?regex = '(.*)'", pip).group(1)
+    assert native.version() == ".".join(re.search(regex, HEADERS[0].read_text()).group("major", "minor", "patch"))
 
 
 def test_import_needs_no_torch():
