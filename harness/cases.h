@@ -22,7 +22,7 @@ typedef struct layer_case {
     const char *name;
     case_check check;
     bool quick;        /* part of `smoe verify --quick` */
-    bool kernel;       /* of kernel_cases.c: only `smoe verify --all` runs it */
+    bool kernel;       /* of kernel_cases.c: only `smoe verify --all` runs it; on the CPU never to equality */
     unsigned types;    /* bits 1 << smoe_type; 0: every storage type */
     bool stages;       /* the stages one by one instead of the whole layer */
     bool forward_only; /* no backward */
