@@ -71,8 +71,8 @@ static void report_again(verify *v, const int64_t differing[TENSORS])
 void check_compare(verify *v, const layer_case *c, const smoe_layer *layer)
 {
     int64_t differing[TENSORS] = {0};
-    /* the integers of kernel cases fit what the cuda backend keeps in 16 bits; the CPU backend rounds
-     * elsewhere */
+    /* in kernel cases Y and dX~ need not fit 16 bits: the oracle rounds them, the CPU backend keeps them in
+     * f32 */
     const bool exact =
         c->draw.integers > 0 && !c->inexact && !(c->kernel && v->on->backend == SMOE_BACKEND_CPU);
     const check_options options = {.run = {.stages = c->stages,
