@@ -43,7 +43,8 @@ static model_options options_of(const train_settings *s)
 static void setup(small_device *d)
 {
     error err = {0};
-    omp_set_num_threads(4); // with fewer, the experts' scratch is less than what else uses its memory by turns
+    omp_set_num_threads(
+        4); // with fewer, the experts' scratch is less than what else uses its memory by turns
     d->device = cpu_open(&err);
     assert_non_null(d->device);
     d->ops = *d->device->ops;
