@@ -6,15 +6,19 @@
  *   enumerator  as in smoe.h
  *   name        as `smoe --score` takes it
  *   key         as `scoring_func` in a checkpoint's config.json has it
- *   value       softmax   experts are ranked by their logits; the weights are terms of a softmax
- *               CURVE     a function f of one logit: MOE_VALUE_CURVE in rank.h, and for its slope
- *                         MOE_SLOPE_CURVE in cpu/router_backward.c and MOE_AT_CURVE in
- *                         cuda/routing/dlogits.cu. Experts are ranked by f plus the selection bias, and
- * weights are f. The backward reads the logits over        what the raw weights are divided by, and so which
- * dlogits a weight has: all    a softmax over all E. With `renormalize` the weights are then divided by the
- * sum of the K kept   a softmax over the K kept logits; `renormalize` must be 0 none   nothing, or with
- * `renormalize` the sum of the K selection   biased   takes a selection bias and groups plain    takes
- * neither
+ *
+ * value:
+ * - softmax: experts are ranked by their logits; the weights are terms of a softmax.
+ * - CURVE: a function f of one logit. It is MOE_VALUE_CURVE in rank.h; its slope is MOE_SLOPE_CURVE in
+ *   cpu/router_backward.c and MOE_AT_CURVE in cuda/routing/dlogits.cu. Experts are ranked by f plus the
+ *   selection bias, and weights are f. The backward reads the logits.
+ *
+ * over: what the raw weights are divided by, and so which dlogits a weight has.
+ * - all: a softmax over all E. With `renormalize` the weights are then divided by the sum of the K.
+ * - kept: a softmax over the K kept logits; `renormalize` must be 0.
+ * - none: nothing, or with `renormalize` the sum of the K.
+ *
+ * selection: biased takes a selection bias and groups, plain takes neither.
  *
  * The oracle takes nothing from here: its switches name every enumerator again. */
 #ifndef MOE_SCORES_H

@@ -31,12 +31,13 @@ forbid() { # FOLDER FOLDERS-IT-MUST-NOT-INCLUDE
         status=1
     fi
 }
-forbid common '(schedule|host|tma|routing|experts|sm[0-9]+)'
-forbid schedule '(host|tma|routing|experts|sm[0-9]+)'
-forbid host '(tma|routing|experts|sm[0-9]+)'
-forbid tma '(host|routing|experts|sm[0-9]+)'
-forbid routing '(experts|sm[0-9]+)'
-forbid experts '(routing|sm[0-9]+)'
-forbid sm80 '(routing|sm90)'
-forbid sm90 '(routing|sm80)'
+forbid common '(schedule|host|tma|routing|experts|ep|sm[0-9]+)'
+forbid schedule '(host|tma|routing|experts|ep|sm[0-9]+)'
+forbid host '(tma|routing|experts|ep|sm[0-9]+)'
+forbid tma '(host|routing|experts|ep|sm[0-9]+)'
+forbid routing '(experts|ep|sm[0-9]+)'
+forbid experts '(routing|ep|sm[0-9]+)'
+forbid ep '(tma|routing|experts|sm[0-9]+)'
+forbid sm80 '(routing|ep|sm90)'
+forbid sm90 '(routing|ep|sm80)'
 exit $status

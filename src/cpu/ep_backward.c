@@ -1,9 +1,8 @@
 /* The backward of a layer with ranks.
- *
- *   dispatch_backward  dO, and X again if dW1 is wanted: no rank keeps the X that it received
- *   experts_backward   dh; dx_rows, and sums over a token's rows to the token's rank; dS too; then dw2 and
- * dw1, while the sums travel collect_backward   dS of this rank's pairs, router_bwd, dX[t] = router's term +
- * sum over the ranks */
+ * - dispatch_backward: dO, and X again if dW1 is wanted: no rank keeps the X that it received.
+ * - experts_backward: dh; dx_rows, and sums over a token's rows to the token's rank; dS too; then dw2 and
+ * dw1, while the sums travel.
+ * - collect_backward: dS of this rank's pairs, router_bwd, dX[t] = router's term + sum over the ranks. */
 #include "blas.h"
 #include "ep_cpu.h"
 #include "wanted.h"

@@ -4,9 +4,11 @@
  *
  * A region is written again only when its reader is known to be done. A layer may be smaller than the one
  * before it, so its rows may have the place of another source's rows, and "done" means with the rows of all
- * sources: routing, X      the source's collect has had all sums of all ranks, which they send after reading
- * these dO, X again     MOE_EP_FREE of the last backward sums, dS        the owner describes its next call
- * after its collect, and nobody sends sums of that call before all ranks have described it */
+ * sources:
+ * - routing, X: the source's collect has had all sums of all ranks, which they send after reading these.
+ * - dO, X again: MOE_EP_FREE of the last backward.
+ * - sums, dS: the owner describes its next call after its collect, and nobody sends sums of that call before
+ *   all ranks have described it. */
 #ifndef SMOE_CPU_EP_H
 #define SMOE_CPU_EP_H
 

@@ -6,9 +6,10 @@
  *          uint16 tokens
  *   *.gz   is inflated, then read by its name without .gz
  *   else   text: encoded by a table (train/data/bpe.h), the end-of-text token first; without a table every
- * byte is a token, so the vocabulary has 256 tokens Files of one run are either all text or all token files;
- * empty and binary files inside a folder are skipped, and so are folders of runs. Binary files are texts with
- * a zero byte among their first 8192 bytes, and *.bin that are not token files.
+ *          byte is a token, so the vocabulary has 256 tokens
+ * Files of one run are either all text or all token files; empty and binary files inside a folder are
+ * skipped, and so are folders of runs. Binary files are texts with a zero byte among their first 8192 bytes,
+ * and *.bin that are not token files.
  *
  * Split. With fewer than 20 files the last 5% of each file are for validation. With 20 or more files every
  * 20th file is, so that no document is in both streams. But if these files have less than 2% or more than 10%

@@ -1,9 +1,8 @@
 // LoRA's products that do not fit into the large GEMMs, for every expert e and its rows r:
 //
 //   project  P[r] = M[r] S[e]: P1 = X A1^T, P2 = A A2^T, Q2 = dO B2, Q1 = dH B1
-//   sum      G[e] = sum_r M[r]^T w(r) P[r], or its transpose: dB2 from dO, s and P2; dA2 from A' and Q2; dB1
-//   from
-//            dH and P1; dA1 from X and Q1
+//   sum      G[e] = sum_r M[r]^T w(r) P[r], or its transpose:
+//            dB2 from dO, s and P2; dA2 from A' and Q2; dB1 from dH and P1; dA1 from X and Q1
 //
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //

@@ -6,9 +6,9 @@
  *   collect   O from the sums of all ranks
  *
  * The host waits for nothing and reads no count. With several waves rows travel on a stream of the group, by
- * kernels on few SMs, and the stages beside them use the other SMs. A kernel waits for a part of the others'
- * rows only when this rank's rows of the part have been sent. So no wait holds up what another rank waits
- * for, even if all streams share one queue. */
+ * kernels on few SMs or by copy engines, and the stages beside kernels use the other SMs. A kernel waits for
+ * a part of the others' rows only when this rank's rows of the part have been sent. So no wait holds up what
+ * another rank waits for, even if all streams share one queue. */
 #include "host/ep_host.h"
 #include "host/forward.h"
 #include "schedule/scheduler.h"

@@ -1,4 +1,4 @@
-/* When the kernels for few rows compute up and down (experts/few_rows.cu), and their grid. */
+/* When the kernels for few rows compute up and down (experts/few_rows.cuh), and their grid. */
 #ifndef SMOE_CUDA_FEW_ROWS_H
 #define SMOE_CUDA_FEW_ROWS_H
 
