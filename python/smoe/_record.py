@@ -82,12 +82,19 @@ def _converts(value: Any, method: str) -> bool:
     return hasattr(value, method) and not hasattr(value, "data_ptr")
 
 
+def _numbers(text: str) -> Record:
+    return tuple([float(word) if kind == "float" else int(word) for word, (_, kind, _) in zip(text.split(), _FIELDS)])
+
+
+_numbers._dynamo_marked_constant = True  # through a text, which makes constants of numbers that torch.compile holds for symbolic
+
+
 def _number(function: str, name: str, kind: str, value: Any) -> int | float:
     """The value of a field. A number that torch.compile holds for symbolic becomes a constant."""
     if kind == "float":
         if isinstance(value, bool) or not (isinstance(value, (int, float)) or _converts(value, "__float__")):
             raise TypeError(f"{function}: {name} is a {type(value).__name__}; expected a number")
-        return float(f"{value}")  # the text makes the constant
+        return float(value)
     expected = f"one of {', '.join(_ENUMS[kind])}" if kind in _ENUMS else "an integer"
     if isinstance(value, str):
         if value not in _ENUMS.get(kind, ()):
@@ -109,7 +116,7 @@ def record(function: str, *, activation: str | Gate, **fields) -> Record:
     for name in given:
         if name not in _NAMES:
             raise TypeError(f"{function}: {name} is no option")
-    made = tuple([_number(function, name, kind, given.get(name, default)) for name, kind, default in _FIELDS])
+    made = _numbers(" ".join([f"{_number(function, name, kind, given.get(name, default))}" for name, kind, default in _FIELDS]))
     check(function, made)
     return made
 
