@@ -43,8 +43,8 @@
  *   combine     O[t] = sum over the rows r of t of s(r) Y[r]                            smoe_experts_forward
  *
  * With LoRA up also computes P1[r] = X[t(r)] A1[e]^T and adds P1[r] B1[e]^T to H[r]; down computes P2[r] =
- * A[r] A2[e]^T and adds P2[r] B2[e]^T to Y[r]. No matrix of the size of W1 or W2 is made. A factor such as
- * alpha / r is the caller's: B1 and B2 contain it.
+ * A[r] A2[e]^T and adds P2[r] B2[e]^T to Y[r]. No matrix of the size of W1 or W2 is made. The caller
+ * multiplies B1 and B2 by LoRA's scale, alpha / rank.
  *
  * The plan contains all that up, down and combine read about the routing. For FROM_LOGITS it also contains
  * the results of topk.
@@ -95,9 +95,9 @@
  *  - OpenBLAS has one number of threads for the whole process. The library sets this number to 1 while a
  *    call runs. When the call ends, the library restores the number that it found at the start, unless the
  *    application has set a number other than 1 during the call.
- *  - A forked child does not have the OpenMP threads of its parent. So if a thread makes a call on a context
- *    with more than one thread and then forks, its calls on such contexts return SMOE_ERROR_UNSUPPORTED in
- *    the child. In the child a context with threads = 1 works, and so does any context in a new thread. */
+ *  - A forked child does not have the OpenMP threads of its parent. A thread that has
+ *    used a context with more than one thread and then forks gets SMOE_ERROR_UNSUPPORTED from such contexts
+ * in the child. There a context with threads = 1 works, and so does any context in a new thread. */
 #ifndef SMOE_H
 #define SMOE_H
 
@@ -231,7 +231,7 @@ SMOE_API const char *smoe_kernels_string(const smoe_context *context);
 /* ---- The description of a layer ------------------------------------------------------------------------ */
 
 typedef enum smoe_type {
-    SMOE_TYPE_F32 = 0,
+    SMOE_TYPE_F32 = 0, /* as the dtype of a layer: cpu only */
     SMOE_TYPE_BF16 = 1,
     SMOE_TYPE_F16 = 2, /* cuda only */
     SMOE_TYPE_I32 = 10,
@@ -335,11 +335,11 @@ typedef struct smoe_layer {
     int32_t accumulate;  /* 1: gradients of weights, biases and LoRA's factors are added to the old values in
                             f32, and the sum is rounded once; 0: they are written */
     int32_t inference;   /* 1: no backward follows. Nothing is saved; the plan is in scratch */
-    int32_t reuse_saved; /* 1: the backward may overwrite the saved H with dH */
-    int32_t chunks;      /* a power of two, 1..64. The d columns of Y, O, dX~ and dX are cut into at most this
-                            many chunks of 64 * ceil(d / (64 * chunks)) columns; the last one has the
-                            remaining columns. down and combine run once for each chunk, and so do dx_rows
-                            and dx. More chunks need less scratch and give the same bits */
+    int32_t reuse_saved; /* 1: the backward may overwrite the saved H with dH, and needs less scratch */
+    int32_t chunks;      /* a power of two, 1..64. down and combine, dx_rows and dx run once for each chunk of
+                            the d columns, so that only one chunk of Y or dX~ is in scratch. A chunk has
+                            64 * ceil(d / (64 * chunks)) columns, the last one the remaining columns. Any
+                            number gives the same bits */
     /* The router, for FROM_LOGITS. For FROM_TOPK and FROM_ROWS, score, renormalize, tile and seed are
      * ignored; groups, groups_kept, route_scale and rounding must have their default values */
     smoe_score score;
@@ -358,15 +358,15 @@ typedef struct smoe_layer {
     float up_limit;   /* likewise */
     float gate_alpha; /* finite */
     float up_offset;  /* finite */
-    /* Expert parallelism (smoe_ep.h); without ranks the other three are 0 */
-    int32_t ranks;      /* 0: this layer has all E experts. 1..72: it has E / ranks of them, and the others
-                           are on other ranks. W1, b1, W2, b2 and their gradients have E / ranks experts */
-    int32_t waves;      /* parts in which tokens travel: 1, 2, 4, 8, or 0: chosen from the sizes */
-    int64_t max_tokens; /* T of each rank is 0..max_tokens */
-    int64_t
-        row_capacity;   /* the most rows that this rank's experts may receive; 0: enough for every routing */
-    int32_t lora_rank1; /* LoRA beside W1: r1, a multiple of 8, at most 256; 0: none. Not with ranks */
-    int32_t lora_rank2; /* the same beside W2: r2 */
+    /* Expert parallelism (smoe_ep.h). If ranks is 0, so are waves, max_tokens and row_capacity */
+    int32_t ranks;        /* 0: this layer has all E experts. 1..72: it has E / ranks of them, and the others
+                             are on other ranks. W1, b1, W2, b2 and their gradients have E / ranks experts */
+    int32_t waves;        /* parts in which tokens travel: 1, 2, 4, 8, or 0: chosen from the sizes */
+    int64_t max_tokens;   /* T of each rank is 0..max_tokens */
+    int64_t row_capacity; /* the most rows this rank's experts may receive; 0: enough for any routing */
+    int32_t lora_rank1;   /* LoRA beside W1: r1, a multiple of 8, at most 256; 0: none, as it must be if
+                             `ranks` is not 0 */
+    int32_t lora_rank2;   /* the same beside W2: r2 */
 } smoe_layer;
 #define SMOE_LAYER_INIT                                                                                      \
     {                                                                                                        \
@@ -400,8 +400,8 @@ typedef struct smoe_sizes {
      * a T that is not known yet. Neither number depends on T. Both are 0 with ranks */
     uint64_t saved_constant_bytes;
     uint64_t saved_token_bytes;
-    int32_t backward_reads_logits; /* 1: smoe_layer_backward reads the logits even if no loss has a
-                                      coefficient or a gradient. If one has, it always does */
+    int32_t backward_reads_logits; /* 1: smoe_layer_backward always reads the logits. 0: it reads them only if
+                                      a loss has a coefficient or a gradient */
 } smoe_sizes;
 #define SMOE_SIZES_INIT                                                                                      \
     {                                                                                                        \
@@ -409,8 +409,8 @@ typedef struct smoe_sizes {
     }
 
 /* The sizes of the buffers that a layer needs in this context. The same description gives the same sizes.
- * Errors: those of smoe_supports, and ARGUMENT if `sizes` is NULL or its struct_size breaks the rule above.
- */
+ * Errors: those of smoe_supports, and ARGUMENT if `sizes` is NULL or its struct_size is against the rule at
+ * the top. */
 SMOE_API smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes);
 
 /* ---- Forward ------------------------------------------------------------------------------------------- */
@@ -425,8 +425,8 @@ typedef struct smoe_forward_args {
                      read them again */
     const float *selection_bias; /* (E) or NULL; SIGMOID only: part of the selection score */
     uint64_t step;               /* SR_F: the number of the training step; the random draws depend on it */
-    float *losses; /* (2), written, or NULL. losses[0], load balance: E sum_e (count_e / C) mean_t p[t,e]
-                      with the counts before rounding, p the softmax also for SIGMOID. losses[1], z: mean_t
+    float *losses; /* (2), written, or NULL. losses[0], load balance: E sum_e (count_e / C) mean_t p[t,e].
+                      count_e is before rounding; p is the softmax, also for SIGMOID. losses[1], z: mean_t
                       logsumexp(logits[t])^2. C is the number of tokens that token_mask counts, and the means
                       and count_e are over these tokens. If C is 0, both are 0 */
     /* FROM_TOPK */
@@ -548,7 +548,8 @@ typedef struct smoe_backward_args {
     void *dx;             /* (T, d) dtype, written; includes the router's term if router_weight is given */
     void *dw1, *dw2;      /* shaped as w1, w2; gradient_type. The gradient of an expert without rows is 0 or,
                              with accumulate, unchanged */
-    void *db1, *db2;      /* shaped as b1, b2; gradient_type. db2 needs b2 */
+    void *db1, *db2;      /* shaped as b1, b2; gradient_type. db2 needs b2, which says that
+                             the layer has it */
     void *drouter_weight; /* (E, d) gradient_type. smoe_layer_backward computes drouter_weight,
                              drouter_bias and dlogits; smoe_experts_backward ignores them */
     void *drouter_bias;   /* (E) gradient_type. drouter_weight and drouter_bias need router_weight */
