@@ -18,7 +18,7 @@
  *   A1, B1     (E, r1, d), (E, 2n, r1) LoRA's factors beside W1, of rank r1; without a gate B1 is (E, n, r1).
  *   A2, B2     (E, r2, n), (E, d, r2) those beside W2. A layer has them if its ranks (lora_rank1 and
  *              lora_rank2 in smoe_layer) are not 0
- *   P1, P2     one row for each r, with r1 and r2 columns; so have their gradients Q1 and Q2
+ *   P1, P2     one row for each r, with r1 and r2 columns. Q1 is the gradient of P1, Q2 that of s P2
  *
  * Matrices are row-major; the last dimension is contiguous. Rows are sorted by expert, the rows of an expert
  * by token. In saved and scratch, each expert's rows are followed by pad rows (token -1, weight 0) up to the
@@ -79,7 +79,7 @@
  *    layer, the call returns SMOE_ERROR_ARGUMENT.
  *  - The same inputs give the same bits, for any number of threads. Another processor or another kind of GPU
  *    may give other bits: OpenBLAS chooses its kernels by processor, and the cuda backend cuts work by the
- *    number of SMs.
+ *    number of SMs of the device (not by the option sms).
  *  - No value in a tensor causes an error, except those of `offsets` (smoe_forward_args): offsets against
  *    their rule are SMOE_ERROR_ARGUMENT with the CPU backend. With the cuda backend they are undefined
  *    behaviour, and an error only if the context's option check_offsets is set.
@@ -195,7 +195,8 @@ typedef struct smoe_context_options {
     char *error_text;             /* optional, error_size bytes: smoe_create writes here why it failed */
     size_t error_size;
     int32_t check_offsets; /* cuda: 1, for debugging: smoe_plan and smoe_layer_forward of a layer FROM_ROWS
-                              wait for the stream and check `offsets`; in a capture they are UNSUPPORTED */
+                              wait for the stream and check `offsets`; in a capture these calls are
+                              UNSUPPORTED */
     int32_t sms; /* cuda: up, down, dh, dw2, dw1, dx_rows and the plan of a layer FROM_ROWS occupy at most
                     this many SMs (multiprocessors), from 1 to the device's number, so that the others are
                     free for other streams; 0: all. Results do not depend on it */
@@ -224,8 +225,8 @@ SMOE_API const char *smoe_last_error(const smoe_context *context);
  */
 typedef struct smoe_ep smoe_ep;
 
-/* Which kernels a cuda context has: "Hopper (9.0)", or "portable (8.0 and later): " and why it has these; ""
- * for the CPU backend. The text belongs to the context. Never NULL. */
+/* Which kernels a cuda context has: "Hopper (9.0)", or "portable (8.0 and later): REASON". Empty for the CPU
+ * backend. The text belongs to the context. Never NULL. */
 SMOE_API const char *smoe_kernels_string(const smoe_context *context);
 
 /* ---- The description of a layer ------------------------------------------------------------------------ */
@@ -335,7 +336,8 @@ typedef struct smoe_layer {
     int32_t accumulate;  /* 1: gradients of weights, biases and LoRA's factors are added to the old values in
                             f32, and the sum is rounded once; 0: they are written */
     int32_t inference;   /* 1: no backward follows. Nothing is saved; the plan is in scratch */
-    int32_t reuse_saved; /* 1: the backward may overwrite the saved H with dH, and needs less scratch */
+    int32_t reuse_saved; /* 1: the backward may overwrite the saved H with dH, and needs less scratch (with
+                            ranks on the CPU: no effect) */
     int32_t chunks;      /* a power of two, 1..64. down and combine, dx_rows and dx run once for each chunk of
                             the d columns, so that only one chunk of Y or dX~ is in scratch. A chunk has
                             64 * ceil(d / (64 * chunks)) columns, the last one the remaining columns. Any
@@ -400,8 +402,8 @@ typedef struct smoe_sizes {
      * a T that is not known yet. Neither number depends on T. Both are 0 with ranks */
     uint64_t saved_constant_bytes;
     uint64_t saved_token_bytes;
-    int32_t backward_reads_logits; /* 1: smoe_layer_backward always reads the logits. 0: it reads them only if
-                                      a loss has a coefficient or a gradient */
+    int32_t backward_reads_logits; /* Where smoe_layer_backward computes dlogits it reads the logits, 1:
+                                      always; 0: only if a loss has a coefficient or a gradient */
 } smoe_sizes;
 #define SMOE_SIZES_INIT                                                                                      \
     {                                                                                                        \
@@ -548,8 +550,8 @@ typedef struct smoe_backward_args {
     void *dx;             /* (T, d) dtype, written; includes the router's term if router_weight is given */
     void *dw1, *dw2;      /* shaped as w1, w2; gradient_type. The gradient of an expert without rows is 0 or,
                              with accumulate, unchanged */
-    void *db1, *db2;      /* shaped as b1, b2; gradient_type. db2 needs b2, which says that
-                             the layer has it */
+    void *db1, *db2;      /* shaped as b1, b2; gradient_type. If db2 is wanted, b2 must be
+                             given */
     void *drouter_weight; /* (E, d) gradient_type. smoe_layer_backward computes drouter_weight,
                              drouter_bias and dlogits; smoe_experts_backward ignores them */
     void *drouter_bias;   /* (E) gradient_type. drouter_weight and drouter_bias need router_weight */
