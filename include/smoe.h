@@ -388,7 +388,7 @@ typedef struct smoe_sizes {
     size_t struct_size;
     int64_t rows;                /* upper bound on R: T K, plus the pairs that rounding can add */
     int64_t padded_rows;         /* upper bound on the number of rows and pad rows: rows + 63 min(E, rows) */
-    uint64_t saved_bytes;        /* what is alive from forward to backward, without padding: the caller's X,
+    uint64_t saved_bytes;        /* what is alive from forward to backward, without padding and logits: X,
                                     and H and the plan in `saved`. With R standing for `rows`, in bf16:
                                     2 T d + 4 n R + metadata_bytes. Without a gate 4 n R becomes 2 n R. LoRA
                                     adds P1 and P2, 2 (r1 + r2) R. In f32 X, H, P1 and P2 take twice as much */
