@@ -1,7 +1,8 @@
 /* smoe: Mixture-of-Experts layers, forward and backward, lean in memory and deterministic
  * (SonicMoE, arXiv 2512.14080).
  *
- * This header is the manual. What it does not say is not part of the API. Terms: docs/glossary.md.
+ * This header and smoe_ep.h are the manual. What they do not say is not part of the API.
+ * Terms: docs/glossary.md.
  *
  * Symbols.
  *   T, d, n    number of tokens, hidden size, intermediate size
