@@ -52,17 +52,13 @@ static smoe_status check_order(const plan_check *c)
     return SMOE_OK;
 }
 
-/* Checks that values[first], ... values[first + count - 1] are in [0, limit), limit <= 2^31. The sign of
- * value | (limit - 1 - value) says so for each. */
+/* Checks that values[first], ... values[first + count - 1] are in [0, limit). */
 static smoe_status check_indices(const plan_check *c, const char *array, const int32_t *values, int64_t first,
                                  int64_t count, int64_t limit)
 {
-    uint32_t outside = 0;
     for (int64_t i = first; i < first + count; i++)
-        outside |= (uint32_t)values[i] | ((uint32_t)(limit - 1) - (uint32_t)values[i]);
-    if (outside <= INT32_MAX) return SMOE_OK;
-    while ((uint32_t)values[first] < limit) first++;
-    return refuse(c, array, first, values[first]);
+        if ((uint32_t)values[i] >= limit) return refuse(c, array, i, values[i]);
+    return SMOE_OK;
 }
 
 /* The tokens of all rows. Nothing reads those of pad rows. */
@@ -85,13 +81,8 @@ static smoe_status check_tokens(const plan_check *c)
     const int32_t *offsets = c->plan->token_offsets, rows = c->plan->offsets[experts];
     if (offsets[0]) return refuse(c, "token_offsets", 0, offsets[0]);
     if (offsets[tokens] != rows) return refuse(c, "token_offsets", tokens, offsets[tokens]);
-    int falls = 0;
-    for (int64_t t = 0; t < tokens; t++) falls |= offsets[t + 1] < offsets[t];
-    if (falls) {
-        int64_t t = 0;
-        while (offsets[t + 1] >= offsets[t]) t++;
-        return refuse(c, "token_offsets", t + 1, offsets[t + 1]);
-    }
+    for (int64_t t = 0; t < tokens; t++)
+        if (offsets[t + 1] < offsets[t]) return refuse(c, "token_offsets", t + 1, offsets[t + 1]);
     return check_indices(c, "token_rows", c->plan->token_rows, 0, rows,
                          (int64_t)SMOE_BLOCK_ROWS * c->plan->block_offsets[experts]);
 }
