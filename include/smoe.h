@@ -361,7 +361,7 @@ typedef struct smoe_layer {
     float up_limit;   /* likewise */
     float gate_alpha; /* finite */
     float up_offset;  /* finite */
-    /* Expert parallelism (smoe_ep.h). If ranks is 0, so are waves, max_tokens and row_capacity */
+    /* Expert parallelism (smoe_ep.h). If ranks is 0, the next three must be 0 */
     int32_t ranks;        /* 0: this layer has all E experts. 1..72: it has E / ranks of them, and the others
                              are on other ranks. W1, b1, W2, b2 and their gradients have E / ranks experts */
     int32_t waves;        /* parts in which tokens travel: 1, 2, 4, 8, or 0: chosen from the sizes */

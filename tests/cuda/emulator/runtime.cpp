@@ -15,7 +15,8 @@ CUresult encode(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, voi
 
 } // namespace emulator
 
-// EMULATOR_MEMORY: how much memory the GPU has, in MiB.
+// EMULATOR_MEMORY: how much memory the GPU has, in MiB. EMULATOR_MEMORY_TAKEN: how much more it reports, as
+// if another process took that memory afterwards.
 static size_t memory_bytes()
 {
     const char *set = getenv("EMULATOR_MEMORY");
@@ -158,8 +159,10 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int)
 
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
 {
-    *total = memory_bytes();
-    *free_bytes = memory_bytes() - held;
+    const char *taken = getenv("EMULATOR_MEMORY_TAKEN");
+    const size_t later = taken ? (size_t)atoll(taken) << 20 : 0;
+    *total = memory_bytes() + later;
+    *free_bytes = *total - held;
     return cudaSuccess;
 }
 
