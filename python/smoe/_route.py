@@ -57,5 +57,6 @@ def route(
     else:
         weights = weights.masked_fill(~there, 0)
         if norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / total.masked_fill(~there.any(-1, keepdim=True), 1)  # a token may have no expert
     return ids, weights * routed_scaling_factor

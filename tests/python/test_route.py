@@ -41,6 +41,16 @@ def test_replay_keeps_the_ids_and_skips_pairs():
     assert torch.allclose(norm.sum(-1), torch.ones(5)) and norm[4, 0] == 1
 
 
+@pytest.mark.parametrize("name", SCORES)
+def test_replay_of_a_token_without_experts(name):
+    """Padding of an inference engine: the weights are 0, and no gradient is NaN."""
+    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    weights = smoe.route(logits, top_k=K, ids=torch.tensor([[1, 2], [-1, -1], [8, 3]]), **SCORES[name])[1]
+    weights.sum().backward()
+    assert torch.equal(weights[1], torch.zeros(K)) and weights[2, 0] == 0 and weights[2, 1] > 0
+    assert logits.grad.isfinite().all() and not logits.grad[1].any()
+
+
 def test_errors():
     logits = torch.randn(5, 8)
     with pytest.raises(ValueError, match="need score='sigmoid'"):
