@@ -29,6 +29,7 @@ class LoRA(NamedTuple):
     b2: Tensor | None = None  # (E, H, r)
     scaling1: float = 1.0  # such as alpha / r, or alpha / sqrt(r) (rslora)
     scaling2: float = 1.0
+    dropout: float = 0.0  # during training: the share of the inputs of a1 and of a2 that a call leaves out (_kept)
 
     @classmethod
     def from_peft(
@@ -68,6 +69,12 @@ def _pair(
     return a.contiguous(), b.contiguous()
 
 
+def _kept(a: Tensor, dropout: float) -> Tensor:
+    """a (E, r, in) with zeros for the inputs that are left out: of each expert others, the same for all of its rows. They are
+    drawn from PyTorch's generator for the device. So the mask has E in values, and the kernels read nothing more."""
+    return a.masked_fill(torch.rand(a.shape[0], 1, a.shape[2], device=a.device) < dropout, 0) if dropout else a
+
+
 def _check_pair(function: str, names: tuple[str, str], a: Any, b: Any, experts: int, sizes: tuple[int, int], like: Tensor) -> None:
     """sizes: rows and columns of the weight."""
     for name, value in zip(names, (a, b)):
@@ -90,6 +97,9 @@ def factors(
     for adapter in adapters:
         if not isinstance(adapter, LoRA):
             raise TypeError(f"{function}: lora is a {type(adapter).__name__}; expected an smoe.LoRA or a sequence of them")
+        dropout = adapter.dropout
+        if isinstance(dropout, (bool, Tensor)) or not 0 <= dropout < 1:
+            raise ValueError(f"{function}: lora.dropout is {dropout!r}; expected a number from 0 up to 1, without 1")
         for pairs, names, a, b, scaling, weight in (
             (first, ("lora.a1", "lora.b1"), adapter.a1, adapter.b1, adapter.scaling1, w1),
             (second, ("lora.a2", "lora.b2"), adapter.a2, adapter.b2, adapter.scaling2, w2),
@@ -98,7 +108,7 @@ def factors(
                 raise ValueError(f"{function}: {names[0]} is given without {names[1]}, or the other way round")
             if a is not None:
                 _check_pair(function, names, a, b, w2.shape[0], tuple(weight.shape[1:]), x)
-                pairs.append((a, b, scaling))
+                pairs.append((_kept(a, dropout), b, scaling / (1 - dropout)))
     interleaved = layout == "interleaved"
     a1, b1 = _pair(first, x.dtype, interleaved)
     a2, b2 = _pair(second, x.dtype, False)

@@ -302,3 +302,50 @@ def graph():
         result.float().square().mean().backward()
         wanted = [result.detach(), other.grad, *(p.grad for p in fresh.parameters())]
         find(f"torch.cuda.graph, replay with data {seed}: equal bits", same(found, wanted))
+
+
+@part()
+def lora_scaled():
+    """smoe.experts(lora=) in float16 (on the CPU float32) with factors in float32, dropout, checkpointing and a GradScaler."""
+    from torch.utils.checkpoint import checkpoint
+
+    dtype = torch.float16 if target.device == "cuda" else torch.float32
+    made = layer(dtype=dtype)
+    x, ids, weights, w1, w2 = (made[name].detach() for name in ("x", "ids", "weights", "w1", "w2"))
+    shapes = ((16, 8, 256), (16, 256, 8), (16, 8, 128), (16, 256, 8))
+    factors = [randn(*shape, scale=0.05, dtype=torch.float32, grad=True) for shape in shapes]
+    dout = randn(*x.shape, dtype=torch.float32, scale=1e-4)
+
+    def given(double):
+        return [t.detach().double().requires_grad_(t.requires_grad) if double else t for t in (x, w1, w2, *factors)]
+
+    def with_lora(x, dropout=0.0):
+        return smoe.experts(x, ids, weights, w1, w2, lora=smoe.LoRA(*factors, 2.0, 0.5, dropout))
+
+    x64, w1_64, w2_64, *exact = given(True)
+    merged = w1_64 + 2.0 * exact[1] @ exact[0], w2_64 + 0.5 * exact[3] @ exact[2]
+    total = 0
+    for e in range(16):
+        gate, up = (x64 @ merged[0][e].T).chunk(2, -1)
+        total = total + ((ids == e) * weights.double()).sum(-1, keepdim=True) * ((F.silu(gate) * up) @ merged[1][e].T)
+    wanted = torch.autograd.grad((total * dout).sum(), exact)
+    optimizer, scaler = torch.optim.SGD(factors, lr=0.0), torch.amp.GradScaler(target.device, init_scale=2.0**12)
+    for kind, more, kept in (("finite", 1.0, 2.0**12), ("infinite", float("inf"), 2.0**11)):
+        optimizer.zero_grad()
+        scaler.scale((with_lora(x).float() * dout).sum() * more).backward()
+        scaler.unscale_(optimizer)
+        if kind == "finite":
+            off = max(error(factor.grad, gradient) for factor, gradient in zip(factors, wanted, strict=True))
+            find("LoRA, GradScaler: error of the gradients", off < 0.005, f"{off:.1e}", 0.005)
+        scaler.step(optimizer)
+        scaler.update()
+        find(f"LoRA, GradScaler after {kind} gradients", scaler.get_scale() == kept, scaler.get_scale(), kept)
+
+    def dropped(run):
+        torch.manual_seed(2)
+        out = run(x, 0.3)
+        torch.rand(1, device=target.device)
+        return [out.detach(), *torch.autograd.grad((out.float() * dout).sum() * 2.0**12, factors)]
+
+    kept = lambda x, p: checkpoint(with_lora, x, p, use_reentrant=False)
+    find("LoRA with dropout: checkpointing, equal bits", same(dropped(kept), dropped(with_lora)))

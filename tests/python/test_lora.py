@@ -3,6 +3,7 @@ builds the weights. No call makes a tensor as large as a weight of the experts."
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import smoe
@@ -103,6 +104,9 @@ def test_wrong_arguments(layer):
         call(smoe.LoRA(a1, b1[:, :, :7]))
     with pytest.raises(TypeError, match="lora is a dict"):
         call([{}])
+    for dropout in (1.0, -0.1, float("nan"), True):
+        with pytest.raises(ValueError, match="lora.dropout is"):
+            call(smoe.LoRA(a1, b1, dropout=dropout))
     with pytest.raises(ValueError, match="sum to 264"):
         call([smoe.LoRA(*factors(given, 88, 88))] * 3)
     given = layer(dtype=torch.bfloat16)
@@ -129,6 +133,111 @@ def test_twice_and_again(layer):
     assert all(torch.equal(a, b) for a, b in zip(first, again))
     with pytest.raises(RuntimeError):
         torch.autograd.grad(out, [lora.a1])
+
+
+# ---- dropout ----
+
+
+def with_dropout(given, adapters, dropouts=(0.5, 0.25)):
+    """Adapters of an even and of an odd rank with dropout; and a function of x: smoe.experts with them."""
+    lora = [smoe.LoRA(*factors(given, 8 - i, 5 + i, seed=i), 2.0, 0.5, dropouts[i]) for i in range(adapters)]
+    rest = [given[name].detach() for name in ("ids", "weights", "w1", "w2")]
+    return lora, lambda x: smoe.experts(x, *rest, lora=lora)
+
+
+def plain_dropout(x, given, lora, kept):
+    """The layer in plain PyTorch, rows masked before they are multiplied by A. kept: for each adapter two masks (E, in)."""
+    out = 0
+    for e in range(given["w2"].shape[0]):
+        h = x @ given["w1"][e].T
+        for one, (first, _) in zip(lora, kept):
+            h = h + one.scaling1 / (1 - one.dropout) * (x * first[e]) @ one.a1[e].T @ one.b1[e].T
+        gate, up = h.chunk(2, -1)
+        a = torch.nn.functional.silu(gate) * up
+        y = a @ given["w2"][e].T
+        for one, (_, second) in zip(lora, kept):
+            y = y + one.scaling2 / (1 - one.dropout) * (a * second[e]) @ one.a2[e].T @ one.b2[e].T
+        out = out + (given["weights"] * (given["ids"] == e)).sum(-1, keepdim=True) * y
+    return out
+
+
+@pytest.mark.parametrize("adapters", [1, 2])
+def test_dropout(layer, adapters):
+    given = layer()
+    lora, call = with_dropout(given, adapters)
+    sources = [given["x"], *(factor for one in lora for factor in one[:4])]
+    torch.manual_seed(3)
+    out = call(given["x"])
+    found = torch.autograd.grad(out.square().sum(), sources)
+    torch.manual_seed(3)
+    sizes = [(one, factor.shape[0], factor.shape[2]) for one in lora for factor in (one.a1, one.a2)]
+    masks = [torch.rand(count, 1, width)[:, 0] >= one.dropout for one, count, width in sizes]
+    exact = plain_dropout(given["x"], given, lora, [masks[i : i + 2] for i in range(0, len(masks), 2)])
+    gradients = torch.autograd.grad(exact.square().sum(), sources)
+    assert error(out, exact) < 1e-5 and all(error(a, b) < 1e-5 for a, b in zip(found, gradients))
+
+
+def test_dropout_is_drawn_by_pytorch(layer):
+    """The same seed gives the same bits, the next call others; without dropout nothing is drawn."""
+    given = layer()
+    _, call = with_dropout(given, 2)
+    torch.manual_seed(4)
+    with torch.no_grad():
+        first, second = call(given["x"]), call(given["x"])
+        torch.manual_seed(4)
+        assert torch.equal(call(given["x"]), first) and not torch.equal(first, second)
+        _, call = with_dropout(given, 2, (0, 0.0))
+        state = torch.get_rng_state()
+        assert torch.equal(call(given["x"]), call(given["x"])) and torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "checkpoint", "compile"])
+def test_dropout_again(layer, way):
+    """A checkpoint computes the forward again, with the same mask; a compiled function calls smoe.experts as it is."""
+    given = layer()
+    lora, call = with_dropout(given, 2)
+    sources = [given["x"], *(factor for one in lora for factor in one[:4])]
+
+    def step(run):
+        torch.manual_seed(5)
+        out = run(given["x"])
+        torch.rand(3)  # after the forward, so that a backward without the kept state draws another mask
+        return [out, *(g.clone() for g in _gradients(out, sources))]
+
+    def block(x):
+        return call(x * 2) + torch.nn.functional.dropout(x, 0.5)
+
+    if way == "compile":
+        torch._dynamo.reset()
+        found, exact = step(torch.compile(call)), step(call)
+    else:
+        found, exact = step(lambda x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=way == "reentrant")), step(block)
+    assert all(torch.equal(a, b) for a, b in zip(found, exact))
+
+
+def _gradients(out, sources):
+    for source in sources:
+        source.grad = None
+    out.square().sum().backward()
+    return [source.grad for source in sources]
+
+
+def test_gradient_scaler(layer):
+    """Factors in float32 under a GradScaler: the same gradients, and a step with an infinite gradient is left out."""
+    given = layer()
+    lora, call = with_dropout(given, 1, (0.0,))
+    exact = [g.clone() for g in _gradients(call(given["x"]), lora[0][:4])]
+    optimizer, scaler = torch.optim.SGD(lora[0][:4], lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for dout, scale in ((1.0, 1024.0), (float("inf"), 512.0)):
+        optimizer.zero_grad()
+        scaler.scale(call(given["x"]).square().sum() * dout).backward()
+        scaler.unscale_(optimizer)
+        if dout == 1:
+            assert all(error(factor.grad, gradient) < 1e-6 for factor, gradient in zip(lora[0][:4], exact))
+        before = lora[0].a1.clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale and torch.equal(lora[0].a1, before) == (dout != 1)
 
 
 # ---- PEFT's target_parameters ----
