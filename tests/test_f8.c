@@ -85,7 +85,7 @@ static void scales(void **state)
 static void zeros_nan_and_inf(void **state)
 {
     (void)state;
-    assert_true(moe_f8_scale(0) == 1.0f && moe_f8_factor(0) == 1.0f);
+    assert_true(moe_f8_scale(0) == 0x1p-126f && moe_f8_factor(0) == 0x1p126f);
     const float broken[] = {INFINITY, -INFINITY, NAN, -NAN};
     for (size_t i = 0; i < sizeof broken / sizeof *broken; i++) {
         const uint32_t amax = moe_f8_amax(moe_f8_amax(moe_f8_amax(0, 3e38f), broken[i]), 1.0f);
@@ -106,6 +106,68 @@ static void integers_are_exact(void **state)
             assert_true(moe_f8_value(byte) * moe_f8_scale(amax) == (float)i);
         }
     }
+}
+
+/* All bytes times 2^0 to 2^-20 against rounding in doubles. */
+static void shifted_bytes(void **state)
+{
+    (void)state;
+    for (int byte = 0; byte < 256; byte++)
+        for (int k = 0; k >= -20; k--) {
+            const double exact = ldexp(value_of(byte), k);
+            const uint8_t got = moe_f8_shifted((uint8_t)byte, k);
+            if (isnan(exact)) {
+                assert_int_equal(got, MOE_F8_NAN);
+                continue;
+            }
+            const double unit = fabs(exact) < 0x1p-6 ? 0x1p-9 : ldexp(1.0, ilogb(exact) - 3);
+            assert_true(value_of(got) == nearbyint(exact / unit) * unit);
+        }
+    assert_int_equal(moe_f8_shifted(MOE_F8_MAX, -200), 0);
+}
+
+/* A row is stored with the expected exponent, and if it is too large for that with its own; never does a byte
+ * saturate. */
+static void exponents_of_rows(void **state)
+{
+    (void)state;
+    const float token = 0x1p-9f;
+    for (int expected = -30; expected <= -10; expected++)
+        for (int i = 0; i < 200; i++) {
+            const float value = ldexpf(1.0f + (float)i / 200.0f, -i / 8);
+            const uint32_t amax = moe_f8_amax(0, value);
+            const int32_t w = moe_f8_row_exponent(expected, amax, token);
+            const double stored = ldexp((double)value, -9 - w);
+            assert_true(stored <= 448.0 && w >= expected && (w == expected || stored > 224.0));
+            assert_true((double)(value * moe_f8_row_factor(w, amax, token)) == stored);
+        }
+    assert_int_equal(moe_f8_row_exponent(-40, 0, token), -40); /* a row of zeros */
+    assert_true(isnan(moe_f8_row_factor(-40, moe_f8_amax(0, INFINITY), token)));
+    assert_true(moe_f8_row_exponent(-40, moe_f8_amax(0, 3e38f), 0x1p100f) == MOE_F8_MOST);
+}
+
+static void expected_exponents(void **state)
+{
+    (void)state;
+    moe_problem problem = {.gated = 1, .layer = {.hidden = 1536}};
+    assert_int_equal(moe_f8_degree(&problem), 2);
+    assert_int_equal(moe_f8_expected_of_size(&problem), 11 + 19);
+    problem.gated = 0;
+    problem.layer.activation = SMOE_ACTIVATION_GELU;
+    assert_int_equal(moe_f8_degree(&problem), 1);
+    assert_int_equal(moe_f8_expected_of_size(&problem), 6 + 8);
+    problem.layer.activation = SMOE_ACTIVATION_RELU2;
+    assert_int_equal(moe_f8_degree(&problem), 2);
+    /* exponents -7 and -20 of the token, -2 of the weight -0.3 */
+    assert_int_equal(moe_f8_row_size(0x1p-7f, 0x1p-20f, -0.3f, 2), -20 - 2 - 14);
+    assert_int_equal(moe_f8_row_size(0x1p-7f, 0x1p-20f, -0.3f, 1), -20 - 2 - 7);
+    assert_true(moe_f8_row_size(0x1p-7f, 0x1p-20f, 0.0f, 2) < -150); /* below every row that counts */
+    assert_int_equal(moe_f8_expected(-36, 0x1p-12f, 0x1p-11f, 2, 30, 1), -36 - 12 - 11 + 30);
+    assert_int_equal(moe_f8_expected(-36, 0x1p-12f, 0x1p-11f, 2, 30, 0), -36 - 24 + 30);
+    assert_int_equal(moe_f8_expected(-29, 0x1p-12f, 0x1p-11f, 1, 14, 1), -29 - 11 + 14);
+    assert_int_equal(moe_f8_expected(-29, 0x1p-12f, 0x1p-11f, 1, 14, 0), -29 - 12 + 14);
+    assert_int_equal(moe_f8_expected(MOE_F8_NO_ROWS, 1.0f, 1.0f, 2, 30, 1), MOE_F8_LEAST);
+    assert_int_equal(moe_f8_expected(300, 1.0f, 1.0f, 2, 30, 1), MOE_F8_MOST);
 }
 
 static void parts_of_the_weights(void **state)
@@ -135,13 +197,11 @@ static void parts_of_the_weights(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_code),
-        cmocka_unit_test(rounds_to_nearest_even),
-        cmocka_unit_test(saturates),
-        cmocka_unit_test(scales),
-        cmocka_unit_test(zeros_nan_and_inf),
-        cmocka_unit_test(integers_are_exact),
-        cmocka_unit_test(parts_of_the_weights),
+        cmocka_unit_test(every_code),         cmocka_unit_test(rounds_to_nearest_even),
+        cmocka_unit_test(saturates),          cmocka_unit_test(scales),
+        cmocka_unit_test(zeros_nan_and_inf),  cmocka_unit_test(integers_are_exact),
+        cmocka_unit_test(shifted_bytes),      cmocka_unit_test(exponents_of_rows),
+        cmocka_unit_test(expected_exponents), cmocka_unit_test(parts_of_the_weights),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
