@@ -2,13 +2,14 @@
 # Runs the tests of the Python package that need no GPU, each in an environment of its own in the build folder: with PyTorch and
 # Transformers, with Transformers' own test of experts functions, with a wheel that is built, checked and installed into an
 # empty environment, and with JAX.
-# usage: tools/test_python.sh BUILD [VERSION ...]   BUILD/release: a finished build of the library
-# With versions of Transformers (5.18.0, newest) only the tests that use it run, with each of them.
+# usage: tools/test_python.sh BUILD [VERSION ... | jax]   BUILD/release: a finished build of the library
+# With versions of Transformers (5.18.0, newest) only the tests that use it run, with each of them; with "jax" those of smoe.jax with
+# the newest jax, by the Python that PYTHON names (python3.12).
 # The last line reads "N passed, N failed, N skipped". Without a network the tests count as skipped, or with CI=true as failed.
 set -u
 cd "$(dirname "$0")/.." || exit 3
 [ $# -ge 1 ] || {
-    sed -n '2,7s/^# //p' "$0" >&2
+    sed -n '2,8s/^# //p' "$0" >&2
     exit 2
 }
 mkdir -p "$1/python" || exit 3
@@ -89,8 +90,22 @@ install_transformers() { # environment, version
     "$1/bin/python" -m pip install --quiet --no-cache-dir --disable-pip-version-check --upgrade "$wanted"
 }
 
+test_jax() { # environment, log
+    run_pytest "$1" "$2" -m pytest -q -rs --noconftest -k jax tests/python/test_jax.py tests/python/test_docs_code.py
+}
+
 shift
-if [ $# -gt 0 ] && have "$folder/torch" tests/python/requirements.txt; then
+if [ "${1:-}" = jax ]; then
+    environment=$folder/jax-newest
+    rm -rf "$environment"
+    if { "${PYTHON:-python3.12}" -m venv "$environment" &&
+        "$environment/bin/python" -m pip install --quiet --no-cache-dir --disable-pip-version-check jax pytest; } >"$folder/install.log" 2>&1; then
+        "$environment/bin/python" -c 'import sys, jax; print("== jax", jax.__version__, "on Python", sys.version.split()[0])'
+        test_jax "$environment" "$folder/jax-newest.log"
+    else
+        lacks "jax on ${PYTHON:-python3.12}" "$folder/install.log"
+    fi
+elif [ $# -gt 0 ] && have "$folder/torch" tests/python/requirements.txt; then
     for version in "$@"; do
         environment=$folder/transformers-$version
         if install_transformers "$environment" "$version" >"$folder/install.log" 2>&1; then
@@ -121,8 +136,7 @@ if have "$folder/torch" tests/python/requirements.txt; then
 fi
 echo "== jax"
 if have "$folder/jax" tests/python/requirements-jax.txt; then
-    run_pytest "$folder/jax" "$folder/jax.log" -m pytest -q -rs --noconftest -k jax \
-        tests/python/test_jax.py tests/python/test_docs_code.py
+    test_jax "$folder/jax" "$folder/jax.log"
 fi
 
 # Last, because it links the library in the build folder with another OpenBLAS.
