@@ -35,6 +35,10 @@ static void up(const smoe_layer *layer, const oracle_input *input, const oracle_
 
 void oracle_experts(const smoe_layer *layer, const oracle_input *input, oracle_forward *f)
 {
+    if (input->compute != ORACLE_COMPUTE_STORAGE) {
+        oracle_f8_experts(layer, input, f);
+        return;
+    }
     const int64_t hidden = layer->hidden, n = layer->intermediate, width = oracle_h_width(layer);
     const bool gated = oracle_gated(layer->activation);
     f->h = oracle_alloc((size_t)(f->rows * width), sizeof(double));

@@ -24,37 +24,47 @@ static double kept_da(const smoe_layer *layer, const oracle_input *input, double
     return ldexp(nearbyint(ldexp(fraction, 11)), exponent - 11);
 }
 
-/* One row. da (n) is dA' = dO W2, before the row weight; dh (w) is the result. */
-typedef struct row_gradients {
-    double *da, *dh, *weighted_a;
-} row_gradients;
+/* da (n) = dO[t(r)] W2[e] */
+static void multiply_dout(const smoe_layer *layer, const oracle_input *input, const oracle_forward *f,
+                          int64_t r, double *da)
+{
+    const int64_t hidden = layer->hidden, n = layer->intermediate, e = f->row_expert[r];
+    const double *dout = input->dout + f->row_token[r] * hidden;
+    for (int64_t j = 0; j < n; j++) {
+        da[j] = 0.0;
+        for (int64_t i = 0; i < hidden; i++) da[j] += dout[i] * input->w2[(e * hidden + i) * n + j];
+    }
+}
 
-/* dS[r] = <dA', A> + <dO, b2>; dH[r] = dact(H, s dA'); A' = s A */
-static void through_activation(const smoe_layer *layer, const oracle_input *input, const oracle_forward *f,
-                               int64_t r, row_gradients *g, double *ds)
+double oracle_through_activation(const smoe_layer *layer, const oracle_input *input, const oracle_forward *f,
+                                 int64_t r, oracle_row *g)
 {
     const int64_t hidden = layer->hidden, n = layer->intermediate, width = oracle_h_width(layer);
     const int64_t e = f->row_expert[r];
     const double *dout = input->dout + f->row_token[r] * hidden, *h = f->h + r * width, s = f->row_weight[r];
     const bool gated = oracle_gated(layer->activation);
-    *ds = 0.0;
-    for (int64_t i = 0; input->b2 && i < hidden; i++) *ds += dout[i] * input->b2[e * hidden + i];
+    double ds = 0.0;
+    for (int64_t i = 0; input->b2 && i < hidden; i++) ds += dout[i] * input->b2[e * hidden + i];
     for (int64_t j = 0; j < n; j++) {
-        g->da[j] = 0.0;
-        for (int64_t i = 0; i < hidden; i++) g->da[j] += dout[i] * input->w2[(e * hidden + i) * n + j];
-        g->da[j] = kept_da(layer, input, g->da[j]);
+        const double da = kept_da(layer, input, g->da[j]);
         const double up = gated ? h[n + j] : 0.0, a = oracle_activate(layer, h[j], up);
-        *ds += g->da[j] * a;
-        g->weighted_a[j] = stored(layer, input, s * a);
+        ds += da * a;
+        g->weighted_a[j] = s * a;
         double dgate, dup;
-        oracle_activate_backward(layer, h[j], up, s * g->da[j], &dgate, &dup);
-        g->dh[j] = stored(layer, input, dgate);
-        if (gated) g->dh[n + j] = stored(layer, input, dup);
+        oracle_activate_backward(layer, h[j], up, s * da, &dgate, &dup);
+        g->dh[j] = dgate;
+        if (gated) g->dh[n + j] = dup;
     }
+    return ds;
+}
+
+static void round_row(const smoe_layer *layer, const oracle_input *input, double *row, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) row[i] = stored(layer, input, row[i]);
 }
 
 static void add_weight_gradients(const smoe_layer *layer, const oracle_input *input, const oracle_forward *f,
-                                 int64_t r, const row_gradients *g, oracle_backward *b)
+                                 int64_t r, const oracle_row *g, oracle_backward *b)
 {
     const int64_t hidden = layer->hidden, n = layer->intermediate, width = oracle_h_width(layer);
     const int64_t e = f->row_expert[r], t = f->row_token[r];
@@ -85,6 +95,27 @@ static void add_dx(const smoe_layer *layer, const oracle_input *input, const ora
         }
         dx[f->row_token[r] * hidden + i] += stored(layer, input, sum);
     }
+}
+
+/* dS of every row, and what the rows add to the other gradients */
+static void row_gradients(const smoe_layer *layer, const oracle_input *input, const oracle_forward *f,
+                          oracle_backward *b)
+{
+    const int64_t n = layer->intermediate, width = oracle_h_width(layer);
+    oracle_row g = {.da = oracle_alloc((size_t)n, sizeof(double)),
+                    .dh = oracle_alloc((size_t)width, sizeof(double)),
+                    .weighted_a = oracle_alloc((size_t)n, sizeof(double))};
+    for (int64_t r = 0; r < f->rows; r++) {
+        multiply_dout(layer, input, f, r, g.da);
+        b->ds[r] = oracle_through_activation(layer, input, f, r, &g);
+        round_row(layer, input, g.dh, width);
+        round_row(layer, input, g.weighted_a, n);
+        add_weight_gradients(layer, input, f, r, &g, b);
+        add_dx(layer, input, f, r, g.dh, b->dx);
+    }
+    free(g.da);
+    free(g.dh);
+    free(g.weighted_a);
 }
 
 /* dWr = dlogits^T X, dX += dlogits Wr; dbr = sum of dlogits that are not rounded to 16 bits */
@@ -166,17 +197,10 @@ void oracle_backward_run(const smoe_layer *layer, const oracle_input *input, con
     b->db1 = oracle_alloc(experts * (size_t)width, sizeof(double));
     b->dw2 = oracle_alloc(experts * (size_t)(hidden * n), sizeof(double));
     b->db2 = oracle_alloc(experts * (size_t)hidden, sizeof(double));
-    row_gradients g = {.da = oracle_alloc((size_t)n, sizeof(double)),
-                       .dh = oracle_alloc((size_t)width, sizeof(double)),
-                       .weighted_a = oracle_alloc((size_t)n, sizeof(double))};
-    for (int64_t r = 0; r < f->rows; r++) {
-        through_activation(layer, input, f, r, &g, &b->ds[r]);
-        add_weight_gradients(layer, input, f, r, &g, b);
-        add_dx(layer, input, f, r, g.dh, b->dx);
-    }
-    free(g.da);
-    free(g.dh);
-    free(g.weighted_a);
+    if (input->compute == ORACLE_COMPUTE_STORAGE)
+        row_gradients(layer, input, f, b);
+    else
+        oracle_f8_backward(layer, input, f, b);
     weight_gradients(layer, input, f, b);
     if (with_router && layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         b->dlogits = oracle_alloc((size_t)layer->tokens * experts, sizeof(double));

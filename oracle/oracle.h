@@ -21,6 +21,14 @@
 #include <smoe.h>
 #include <stdbool.h>
 
+/* How the experts' matrices are multiplied: as they are, or quantised to e4m3 (f8.h); with F8_DGRAD dW1 and
+ * dW2 are sums of products that are not quantised. */
+typedef enum oracle_compute {
+    ORACLE_COMPUTE_STORAGE = 0,
+    ORACLE_COMPUTE_F8,
+    ORACLE_COMPUTE_F8_DGRAD
+} oracle_compute;
+
 /* What a layer is given. w is the width of H: 2n with a gate, n without. */
 typedef struct oracle_input {
     const double *x;              /* (T, d) */
@@ -40,6 +48,8 @@ typedef struct oracle_input {
     double balance_coefficient, z_coefficient;
     bool round_stores, round_inside; // the second needs the first, and has no effect for F32
     bool exact_da;
+    oracle_compute compute;
+    bool short_sums; // of e4m3 numbers: as wgmma adds them, see f8.h
 } oracle_input;
 
 enum { ORACLE_OUT = 0, ORACLE_KEPT = 1, ORACLE_ADDED = 2 };
@@ -117,6 +127,21 @@ void oracle_activate_backward(const smoe_layer *layer, double g, double u, doubl
 
 /* The row of W1[e] that gives the gate (part 0) or up (part 1) of feature j. Without a gate part is 0. */
 int64_t oracle_w1_row(const smoe_layer *layer, int part, int64_t j);
+
+/* One row of the backward. da (n) is dO W2, before the row weight; oracle_through_activation rounds it if
+ * round_inside says so, returns dS[r] = <dA', A> + <dO, b2> and sets dh (w) = dact(H, s dA') and weighted_a
+ * (n) = s A, both exact. */
+typedef struct oracle_row {
+    double *da, *dh, *weighted_a;
+} oracle_row;
+double oracle_through_activation(const smoe_layer *layer, const oracle_input *input, const oracle_forward *f,
+                                 int64_t r, oracle_row *row);
+
+/* What oracle_experts and oracle_backward_run do with quantised operands: H, A and O; dS, dX and the
+ * gradients of the experts, to which the backward adds. */
+void oracle_f8_experts(const smoe_layer *layer, const oracle_input *input, oracle_forward *forward);
+void oracle_f8_backward(const smoe_layer *layer, const oracle_input *input, const oracle_forward *forward,
+                        oracle_backward *backward);
 
 /* How many tokens an expert with c tokens under plain top-K gets: lo or hi. NR_S reads `added` and `dropped`,
  * which are S(hi) - S(c) and S(c) - S(lo). BALANCE_F reads the residual r before this expert. */
