@@ -71,7 +71,7 @@ extern const moe_backend_table moe_cpu_backend;
 extern const moe_backend_table moe_cuda_backend;
 #endif
 
-enum { SMOE_ERROR_TEXT = 512 };
+enum { MOE_ERROR_TEXT = 512 };
 
 struct smoe_context {
     const moe_backend_table *backend;
@@ -82,7 +82,7 @@ struct smoe_context {
     int32_t check_offsets;
     smoe_stage_callback on_stage;
     void *on_stage_user;
-    char error[SMOE_ERROR_TEXT];
+    char error[MOE_ERROR_TEXT];
 };
 
 /* Writes the error text and returns the status; a backend names the function that was called:

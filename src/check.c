@@ -79,18 +79,18 @@ static smoe_status check_shape(smoe_context *context, const char *function, cons
 {
     const int64_t most = INT32_MAX;
     const int64_t topk_limit = l->entry == SMOE_ENTRY_FROM_ROWS ? 1
-                               : l->experts < SMOE_MAX_TOPK     ? l->experts
-                                                                : SMOE_MAX_TOPK;
+                               : l->experts < MOE_MAX_TOPK      ? l->experts
+                                                                : MOE_MAX_TOPK;
     const range_check shape[] = {
         {"tokens", l->tokens, l->ranks ? 0 : 1, l->ranks ? l->max_tokens : most},
         {"hidden", l->hidden, 8, 1 << 20},
         {"intermediate", l->intermediate, 8, 1 << 20},
-        {"experts", l->experts, 1, SMOE_MAX_EXPERTS},
+        {"experts", l->experts, 1, MOE_MAX_EXPERTS},
         {"topk", l->topk, 1, topk_limit > 0 ? topk_limit : 1},
-        {"tile", l->tile, 1, SMOE_MAX_TILE},
-        {"chunks", l->chunks, 1, SMOE_MAX_CHUNKS},
-        {"lora_rank1", l->lora_rank1, 0, SMOE_MAX_LORA_RANK},
-        {"lora_rank2", l->lora_rank2, 0, SMOE_MAX_LORA_RANK},
+        {"tile", l->tile, 1, MOE_MAX_TILE},
+        {"chunks", l->chunks, 1, MOE_MAX_CHUNKS},
+        {"lora_rank1", l->lora_rank1, 0, MOE_MAX_LORA_RANK},
+        {"lora_rank2", l->lora_rank2, 0, MOE_MAX_LORA_RANK},
     };
     const smoe_status status = check_ranges(context, function, SMOE_ERROR_SHAPE, shape, COUNT(shape));
     if (status != SMOE_OK) return status;
@@ -175,7 +175,7 @@ static int is_allowed(const choice_check *c)
 
 static smoe_status refuse_choice(smoe_context *context, const char *function, const choice_check *c)
 {
-    char number[16], allowed[SMOE_ERROR_TEXT] = "";
+    char number[16], allowed[MOE_ERROR_TEXT] = "";
     size_t used = 0;
     for (int i = 0; i < c->count && used < sizeof allowed; i++)
         if (c->allowed >> i & 1)

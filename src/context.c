@@ -21,10 +21,10 @@ static smoe_status open_backend(smoe_context *context, const smoe_context_option
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
                         "smoe_create: backend is %d; it is SMOE_BACKEND_CPU (0) or SMOE_BACKEND_CUDA (10)",
                         (int)options->backend);
-    if (options->threads < 0 || options->threads > SMOE_MAX_THREADS)
+    if (options->threads < 0 || options->threads > MOE_MAX_THREADS)
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
                         "smoe_create: threads is %d, the range is 0 (OpenMP's default) to %d",
-                        (int)options->threads, SMOE_MAX_THREADS);
+                        (int)options->threads, MOE_MAX_THREADS);
     if (options->check_offsets != 0 && options->check_offsets != 1)
         return moe_fail(context, SMOE_ERROR_ARGUMENT, "smoe_create: check_offsets is %d, it must be 0 or 1",
                         (int)options->check_offsets);

@@ -48,7 +48,7 @@ struct smoe_ep {
     atomic_int aborted;
     void *backend;      /* the backend's own */
     moe_ep_fault fault; /* reason 0: none */
-    char error[SMOE_ERROR_TEXT];
+    char error[MOE_ERROR_TEXT];
 };
 
 /* The values that are compared between ranks. */

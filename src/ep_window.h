@@ -32,13 +32,13 @@ typedef enum moe_ep_flag {
 } moe_ep_flag;
 
 /* Marks grow: a flag that is at least a mark says that this part of this call, and all before, are there. */
-SMOE_HOST_DEVICE uint64_t moe_ep_mark(uint64_t call, int part)
+MOE_HOST_DEVICE uint64_t moe_ep_mark(uint64_t call, int part)
 {
     return call * (2 * MOE_EP_MAX_PARTS) + (uint64_t)part + 1;
 }
 
 /* Part `part` of `parts` of a rank's tokens starts here and ends where the next one starts. */
-SMOE_HOST_DEVICE int64_t moe_ep_part_start(int64_t tokens, int parts, int part)
+MOE_HOST_DEVICE int64_t moe_ep_part_start(int64_t tokens, int parts, int part)
 {
     return tokens * part / parts;
 }
@@ -47,13 +47,13 @@ SMOE_HOST_DEVICE int64_t moe_ep_part_start(int64_t tokens, int parts, int part)
  * has the first half of the rank's own tokens and the last wave the second half, and wave p + 1 has part p of
  * the tokens of all others. A rank's own rows travel nowhere, so the first and the last transfer pass while
  * they are computed. */
-SMOE_HOST_DEVICE int moe_ep_waves(int parts)
+MOE_HOST_DEVICE int moe_ep_waves(int parts)
 {
     return parts == 1 ? 1 : parts + 2;
 }
 
 /* The first token of a source in a wave; those of the wave end where those of the next wave start. */
-SMOE_HOST_DEVICE int64_t moe_ep_wave_start(int64_t tokens, int parts, int own, int wave)
+MOE_HOST_DEVICE int64_t moe_ep_wave_start(int64_t tokens, int parts, int own, int wave)
 {
     if (parts == 1) return wave ? tokens : 0;
     if (own) return wave == 0 ? 0 : wave < parts + 2 ? tokens / 2 : tokens;

@@ -68,7 +68,7 @@ enum {
 
 /* The byte of x, rounded to the nearest, ties to even. Beyond 448, and for infinities, +-448; NaN gives 0x7f.
  * The instruction cvt.rn.satfinite.e4m3x2.f32 gives the same bytes. */
-SMOE_HOST_DEVICE uint8_t moe_f8_of(float x)
+MOE_HOST_DEVICE uint8_t moe_f8_of(float x)
 {
     const uint32_t bits = moe_bits_of(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return MOE_F8_NAN;
@@ -80,7 +80,7 @@ SMOE_HOST_DEVICE uint8_t moe_f8_of(float x)
     return (uint8_t)(sign | (rounded - ((127u - 7u) << 3)));
 }
 
-SMOE_HOST_DEVICE float moe_f8_value(uint8_t byte)
+MOE_HOST_DEVICE float moe_f8_value(uint8_t byte)
 {
     const uint32_t magnitude = byte & 0x7fu, sign = (uint32_t)(byte & 0x80u) << 24;
     if (magnitude == MOE_F8_NAN) return moe_float_of(0x7fc00000u);
@@ -91,7 +91,7 @@ SMOE_HOST_DEVICE float moe_f8_value(uint8_t byte)
 /* ---- Scales. amax: the bits of the largest magnitude of a group, as moe_f8_amax gathers them from 0 on.
  * Integers, so the order of the elements does not matter, and a NaN or an inf exceeds every number. ---- */
 
-SMOE_HOST_DEVICE uint32_t moe_f8_amax(uint32_t amax, float x)
+MOE_HOST_DEVICE uint32_t moe_f8_amax(uint32_t amax, float x)
 {
     const uint32_t magnitude = moe_bits_of(x) & 0x7fffffffu;
     return magnitude > amax ? magnitude : amax;
@@ -99,7 +99,7 @@ SMOE_HOST_DEVICE uint32_t moe_f8_amax(uint32_t amax, float x)
 
 /* 2^k with amax / 2^k in (224, 448], but at least 2^-126; 1 if amax is not finite. 448 is 1.75 2^8, so
  * the exponent is that of amax less 8, and one more if amax's fraction exceeds 1.75. */
-SMOE_HOST_DEVICE float moe_f8_scale(uint32_t amax)
+MOE_HOST_DEVICE float moe_f8_scale(uint32_t amax)
 {
     if (amax >= 0x7f800000u) return 1.0f;
     const uint32_t exponent = (amax + 0x1fffffu) >> 23;
@@ -108,13 +108,13 @@ SMOE_HOST_DEVICE float moe_f8_scale(uint32_t amax)
 
 /* What multiplies an element before moe_f8_of: 1 / scale, or NaN for a group that is not finite. The product
  * is exact, or below 2^-126. */
-SMOE_HOST_DEVICE float moe_f8_factor(uint32_t amax)
+MOE_HOST_DEVICE float moe_f8_factor(uint32_t amax)
 {
     if (amax >= 0x7f800000u) return moe_float_of(0x7fc00000u);
     return moe_float_of((254u << 23) - moe_bits_of(moe_f8_scale(amax)));
 }
 
-SMOE_HOST_DEVICE uint8_t moe_f8_quantize(float x, float factor)
+MOE_HOST_DEVICE uint8_t moe_f8_quantize(float x, float factor)
 {
     return moe_f8_of(moe_mul(x, factor));
 }
@@ -124,20 +124,20 @@ SMOE_HOST_DEVICE uint8_t moe_f8_quantize(float x, float factor)
 enum { MOE_F8_LEAST = -126, MOE_F8_MOST = 127 /* of w, and of every exponent of a normal float */ };
 
 /* k of a float 2^k (1 + f); -127 for 0. */
-SMOE_HOST_DEVICE int32_t moe_f8_exponent(float x)
+MOE_HOST_DEVICE int32_t moe_f8_exponent(float x)
 {
     return (int32_t)(moe_bits_of(x) >> 23 & 255u) - 127;
 }
 
 /* 2^k; 0 below 2^-126, 2^127 above it. */
-SMOE_HOST_DEVICE float moe_f8_power(int32_t k)
+MOE_HOST_DEVICE float moe_f8_power(int32_t k)
 {
     if (k < MOE_F8_LEAST) return 0.0f;
     return moe_float_of((uint32_t)((k > MOE_F8_MOST ? MOE_F8_MOST : k) + 127) << 23);
 }
 
 /* byte 2^k for k <= 0, rounded to e4m3. */
-SMOE_HOST_DEVICE uint8_t moe_f8_shifted(uint8_t byte, int32_t k)
+MOE_HOST_DEVICE uint8_t moe_f8_shifted(uint8_t byte, int32_t k)
 {
     return moe_f8_of(moe_mul(moe_f8_value(byte), moe_f8_power(k)));
 }
@@ -145,7 +145,7 @@ SMOE_HOST_DEVICE uint8_t moe_f8_shifted(uint8_t byte, int32_t k)
 /* What a row adds to the size of its expert, which is the largest of its rows' (MOE_F8_NO_ROWS without rows).
  * degree: A grows with this power of H, and dH with one less. */
 enum { MOE_F8_NO_ROWS = -10000 };
-SMOE_HOST_DEVICE int32_t moe_f8_row_size(float scale_x, float scale_do, float weight, int degree)
+MOE_HOST_DEVICE int32_t moe_f8_row_size(float scale_x, float scale_do, float weight, int degree)
 {
     return moe_f8_exponent(scale_do) + moe_f8_exponent(weight) + degree * moe_f8_exponent(scale_x);
 }
@@ -169,8 +169,8 @@ static inline int32_t moe_f8_expected_of_size(const moe_problem *problem)
 
 /* The expected exponent: size is the expert's, scale1 and scale2 are those of its matrices. for_dw1: of dH_w,
  * else of A'_w. */
-SMOE_HOST_DEVICE int32_t moe_f8_expected(int32_t size, float scale1, float scale2, int degree,
-                                         int32_t of_size, int for_dw1)
+MOE_HOST_DEVICE int32_t moe_f8_expected(int32_t size, float scale1, float scale2, int degree, int32_t of_size,
+                                        int for_dw1)
 {
     const int32_t e1 = moe_f8_exponent(scale1), e2 = moe_f8_exponent(scale2);
     const int32_t weights = degree * e1 + (for_dw1 ? e2 - e1 : 0), exponent = size + weights + of_size;
@@ -178,7 +178,7 @@ SMOE_HOST_DEVICE int32_t moe_f8_expected(int32_t size, float scale1, float scale
 }
 
 /* w of a group of dH (or A') with this amax; token_scale: of X[t] (or dO[t]). */
-SMOE_HOST_DEVICE int32_t moe_f8_row_exponent(int32_t expected, uint32_t amax, float token_scale)
+MOE_HOST_DEVICE int32_t moe_f8_row_exponent(int32_t expected, uint32_t amax, float token_scale)
 {
     const int32_t own = moe_f8_exponent(moe_f8_scale(amax)) + moe_f8_exponent(token_scale);
     return own <= expected ? expected : own > MOE_F8_MOST ? MOE_F8_MOST : own;
@@ -186,7 +186,7 @@ SMOE_HOST_DEVICE int32_t moe_f8_row_exponent(int32_t expected, uint32_t amax, fl
 
 /* What multiplies an element of dH or A' before moe_f8_of: 2^(ex - w), or NaN for a group that is not finite.
  */
-SMOE_HOST_DEVICE float moe_f8_row_factor(int32_t w, uint32_t amax, float token_scale)
+MOE_HOST_DEVICE float moe_f8_row_factor(int32_t w, uint32_t amax, float token_scale)
 {
     if (amax >= 0x7f800000u) return moe_float_of(0x7fc00000u);
     return moe_f8_power(moe_f8_exponent(token_scale) - w);
@@ -195,7 +195,7 @@ SMOE_HOST_DEVICE float moe_f8_row_factor(int32_t w, uint32_t amax, float token_s
 /* ---- Layouts ---- */
 
 /* Groups of a row of n features. */
-SMOE_HOST_DEVICE int64_t moe_f8_groups(int64_t n, int64_t features)
+MOE_HOST_DEVICE int64_t moe_f8_groups(int64_t n, int64_t features)
 {
     return (n + features - 1) / features;
 }
@@ -212,7 +212,7 @@ typedef struct moe_f8_weights {
     uint64_t bytes;
 } moe_f8_weights;
 
-/* The parts inside a buffer; each begins at a multiple of SMOE_PART_ALIGN. With a NULL buffer only `bytes` is
+/* The parts inside a buffer; each begins at a multiple of MOE_PART_ALIGN. With a NULL buffer only `bytes` is
  * valid. */
 static inline moe_f8_weights moe_f8_weights_at(const moe_problem *problem, const void *buffer)
 {
@@ -235,7 +235,7 @@ static inline moe_f8_weights moe_f8_weights_at(const moe_problem *problem, const
 
 static_assert(MOE_F8_DH_FEATURES % MOE_F8_A_FEATURES == 0 && MOE_F8_A_FEATURES % MOE_F8_MULTIPLE == 0,
               "a group of A lies inside one of dH, and groups end at multiples of 16 bytes");
-static_assert(SMOE_PART_ALIGN % 128 == 0, "TMA and swizzled tiles want parts aligned to 128 bytes");
+static_assert(MOE_PART_ALIGN % 128 == 0, "TMA and swizzled tiles want parts aligned to 128 bytes");
 static_assert(sizeof(float) == 4, "scales are floats of 4 bytes");
 
 #endif

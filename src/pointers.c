@@ -19,9 +19,9 @@ typedef struct memory {
 
 static int align_of(const memory *m)
 {
-    if (m->use & BUFFER) return SMOE_BUFFER_ALIGN;
+    if (m->use & BUFFER) return MOE_BUFFER_ALIGN;
     if (m->use & PAIR) return (int)_Alignof(float);
-    return m->use & BYTES ? 1 : SMOE_TENSOR_ALIGN;
+    return m->use & BYTES ? 1 : MOE_TENSOR_ALIGN;
 }
 
 static smoe_status check_alone(smoe_context *context, const memory *m)

@@ -107,7 +107,7 @@ static uint64_t affine_bytes(const moe_problem *of, int64_t tokens)
     moe_problem p = *of;
     p.layer.tokens = tokens;
     p.rows = tokens * p.layer.topk + rows_added_at_most(&p.layer);
-    p.padded_rows = p.rows + (SMOE_BLOCK_ROWS - 1) * p.layer.experts;
+    p.padded_rows = p.rows + (MOE_BLOCK_ROWS - 1) * p.layer.experts;
     moe_plan_arrays plan;
     plan_part parts[PLAN_PARTS];
     const int count = list_plan_parts(&p, &plan, parts);
@@ -122,7 +122,7 @@ void moe_saved_bound(const moe_problem *p, uint64_t *constant, uint64_t *of_a_to
     *constant = *of_a_token = 0;
     if (p->layer.inference || p->layer.ranks) return;
     const uint64_t without_tokens = affine_bytes(p, 0);
-    *constant = without_tokens + (PLAN_PARTS + 3) * (SMOE_PART_ALIGN - 1);
+    *constant = without_tokens + (PLAN_PARTS + 3) * (MOE_PART_ALIGN - 1);
     *of_a_token = affine_bytes(p, 1) - without_tokens;
 }
 
@@ -161,8 +161,8 @@ void moe_problem_of_runs(moe_problem *problem, const smoe_layer *layer, int64_t 
     p->experts_here = layer->ranks ? layer->experts / layer->ranks : layer->experts;
     p->rows = rows;
     p->padded_rows = moe_padded_rows(p->rows, runs);
-    const int64_t per_chunk = (int64_t)SMOE_BLOCK_ROWS * layer->chunks;
-    p->chunk_columns = SMOE_BLOCK_ROWS * ((layer->hidden + per_chunk - 1) / per_chunk);
+    const int64_t per_chunk = (int64_t)MOE_BLOCK_ROWS * layer->chunks;
+    p->chunk_columns = MOE_BLOCK_ROWS * ((layer->hidden + per_chunk - 1) / per_chunk);
     if (p->chunk_columns > layer->hidden) p->chunk_columns = layer->hidden;
 
     moe_plan_arrays plan;

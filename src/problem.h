@@ -10,16 +10,16 @@ extern "C" {
 #endif
 
 enum {
-    SMOE_BLOCK_ROWS = 64,   /* of a block: every expert's rows are padded to a multiple of this */
-    SMOE_BUFFER_ALIGN = 64, /* of saved and scratch: the allocators of PyTorch and XLA give at least this */
-    SMOE_PART_ALIGN = 256,  /* of every part inside them, counted from their first byte */
-    SMOE_TENSOR_ALIGN = 16, /* of every tensor the caller gives */
-    SMOE_MAX_EXPERTS = 4096,
-    SMOE_MAX_TOPK = 64,
-    SMOE_MAX_TILE = 4096,
-    SMOE_MAX_CHUNKS = 64,
-    SMOE_MAX_LORA_RANK = 256,
-    SMOE_MAX_THREADS = 512
+    MOE_BLOCK_ROWS = 64,   /* of a block: every expert's rows are padded to a multiple of this */
+    MOE_BUFFER_ALIGN = 64, /* of saved and scratch: the allocators of PyTorch and XLA give at least this */
+    MOE_PART_ALIGN = 256,  /* of every part inside them, counted from their first byte */
+    MOE_TENSOR_ALIGN = 16, /* of every tensor the caller gives */
+    MOE_MAX_EXPERTS = 4096,
+    MOE_MAX_TOPK = 64,
+    MOE_MAX_TILE = 4096,
+    MOE_MAX_CHUNKS = 64,
+    MOE_MAX_LORA_RANK = 256,
+    MOE_MAX_THREADS = 512
 };
 
 /* The plan's arrays, in saved (for inference: at the start of scratch). Shapes as in smoe_plan_view. */
@@ -57,17 +57,17 @@ typedef struct moe_problem {
                              and of saved is the received part (ep.h) */
 } moe_problem;
 
-/* The next multiple of SMOE_PART_ALIGN. */
+/* The next multiple of MOE_PART_ALIGN. */
 static inline uint64_t moe_align_up(uint64_t bytes)
 {
-    return (bytes + SMOE_PART_ALIGN - 1) / SMOE_PART_ALIGN * SMOE_PART_ALIGN;
+    return (bytes + MOE_PART_ALIGN - 1) / MOE_PART_ALIGN * MOE_PART_ALIGN;
 }
 
 /* A bound on rows and pad rows: an expert with rows has at most 63 pad rows, and `rows` rows have at most as
  * many experts. */
 static inline int64_t moe_padded_rows(int64_t rows, int64_t experts)
 {
-    return rows + (SMOE_BLOCK_ROWS - 1) * (rows < experts ? rows : experts);
+    return rows + (MOE_BLOCK_ROWS - 1) * (rows < experts ? rows : experts);
 }
 
 int64_t moe_type_bytes(smoe_type type);

@@ -13,7 +13,7 @@
 
 /* ---- Float operations ---- */
 
-SMOE_HOST_DEVICE float moe_add(float a, float b)
+MOE_HOST_DEVICE float moe_add(float a, float b)
 {
 #ifdef __CUDA_ARCH__
     return __fadd_rn(a, b);
@@ -22,7 +22,7 @@ SMOE_HOST_DEVICE float moe_add(float a, float b)
 #endif
 }
 
-SMOE_HOST_DEVICE float moe_mul(float a, float b)
+MOE_HOST_DEVICE float moe_mul(float a, float b)
 {
 #ifdef __CUDA_ARCH__
     return __fmul_rn(a, b);
@@ -31,7 +31,7 @@ SMOE_HOST_DEVICE float moe_mul(float a, float b)
 #endif
 }
 
-SMOE_HOST_DEVICE float moe_div(float a, float b)
+MOE_HOST_DEVICE float moe_div(float a, float b)
 {
 #ifdef __CUDA_ARCH__
     return __fdiv_rn(a, b);
@@ -40,14 +40,14 @@ SMOE_HOST_DEVICE float moe_div(float a, float b)
 #endif
 }
 
-SMOE_HOST_DEVICE uint32_t moe_bits_of(float x)
+MOE_HOST_DEVICE uint32_t moe_bits_of(float x)
 {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
 }
 
-SMOE_HOST_DEVICE float moe_float_of(uint32_t bits)
+MOE_HOST_DEVICE float moe_float_of(uint32_t bits)
 {
     float x;
     memcpy(&x, &bits, sizeof x);
@@ -57,13 +57,13 @@ SMOE_HOST_DEVICE float moe_float_of(uint32_t bits)
 /* condition ? a : b by masks. Compilers turn the usual form into branches, and loops with branches are not
  * vectorised.
  */
-SMOE_HOST_DEVICE float moe_select(int condition, float a, float b)
+MOE_HOST_DEVICE float moe_select(int condition, float a, float b)
 {
     const uint32_t mask = 0u - (uint32_t)condition;
     return moe_float_of((moe_bits_of(a) & mask) | (moe_bits_of(b) & ~mask));
 }
 
-SMOE_HOST_DEVICE int moe_is_nan(float x)
+MOE_HOST_DEVICE int moe_is_nan(float x)
 {
     return (moe_bits_of(x) & 0x7fffffffu) > 0x7f800000u;
 }
@@ -72,7 +72,7 @@ SMOE_HOST_DEVICE int moe_is_nan(float x)
 
 /* x as an unsigned integer of the same order. NaN becomes 0 and so ranks below -inf. 0 and -0 have the same
  * key. */
-SMOE_HOST_DEVICE uint32_t moe_rank_key(float x)
+MOE_HOST_DEVICE uint32_t moe_rank_key(float x)
 {
     const uint32_t given = moe_bits_of(x), bits = given == 0x80000000u ? 0u : given;
     const uint32_t ordered = bits ^ ((0u - (bits >> 31)) | 0x80000000u);
@@ -80,13 +80,13 @@ SMOE_HOST_DEVICE uint32_t moe_rank_key(float x)
 }
 
 /* The x of a key; NaN for 0. */
-SMOE_HOST_DEVICE float moe_rank_value(uint32_t key)
+MOE_HOST_DEVICE float moe_rank_value(uint32_t key)
 {
     return moe_float_of(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
 /* x rounded to bf16, nearest even, as an f32; NaN stays NaN. */
-SMOE_HOST_DEVICE float moe_round_to_bf16(float x)
+MOE_HOST_DEVICE float moe_round_to_bf16(float x)
 {
     const uint32_t bits = moe_bits_of(x);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
@@ -102,7 +102,7 @@ SMOE_HOST_DEVICE float moe_round_to_bf16(float x)
 /* The key that ranks a token inside an expert. With bf16 logits the score is rounded to bf16 first. The low
  * 16 bits of the key are then the same for all scores of one sign (0 for positive scores), so the high 16
  * bits suffice. For a type that logits cannot have, the result is the lowest key, 0. */
-SMOE_HOST_DEVICE uint32_t moe_score_key(float score, smoe_type logits_type)
+MOE_HOST_DEVICE uint32_t moe_score_key(float score, smoe_type logits_type)
 {
     switch (logits_type) {
     case SMOE_TYPE_F32: return moe_rank_key(score);
@@ -121,7 +121,7 @@ SMOE_HOST_DEVICE uint32_t moe_score_key(float score, smoe_type logits_type)
 /* exp(d) for d <= 0, exactly 1 at 0, 0 below -87 (exp(-87) = 1.6e-38 is still normal) and for NaN. Relative
  * error below 1e-7. d = i ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts, of which the first has 9 bits,
  * so that i times it is exact; exp(r) = 1 + r + r^2 q(r), q of degree 4 through the Chebyshev nodes. */
-SMOE_HOST_DEVICE float moe_exp(float d)
+MOE_HOST_DEVICE float moe_exp(float d)
 {
     const float shift = 12582912.0f; /* 1.5 2^23: adding it leaves the nearest integer in the low bits */
     const float shifted = moe_add(moe_mul(d, 1.44269504f), shift);
@@ -139,26 +139,26 @@ SMOE_HOST_DEVICE float moe_exp(float d)
 }
 
 /* exp(logit - max): 1 where the logit is the maximum (infinite ones too), 0 for NaN. */
-SMOE_HOST_DEVICE float moe_softmax_term(float logit, float max)
+MOE_HOST_DEVICE float moe_softmax_term(float logit, float max)
 {
     const float term = moe_exp(moe_add(logit, -max));
     return moe_select(logit == max, 1.0f, term);
 }
 
 /* A term (0..1) in fixed point. Sums of up to 4096 terms are exact, so their order does not matter. */
-SMOE_HOST_DEVICE uint64_t moe_softmax_fixed(float term)
+MOE_HOST_DEVICE uint64_t moe_softmax_fixed(float term)
 {
     return (uint64_t)(int64_t)moe_mul(term, 4294967296.0f);
 }
 
 /* The sum of a softmax's terms. p = moe_div(term, sum). */
-SMOE_HOST_DEVICE float moe_softmax_sum(uint64_t fixed)
+MOE_HOST_DEVICE float moe_softmax_sum(uint64_t fixed)
 {
     return moe_mul((float)fixed, 2.3283064365386963e-10f);
 }
 
 /* 1 / (1 + exp(-logit)); NaN for NaN. */
-SMOE_HOST_DEVICE float moe_sigmoid(float logit)
+MOE_HOST_DEVICE float moe_sigmoid(float logit)
 {
     const float e = moe_exp(logit < 0.0f ? logit : -logit);
     const float s = moe_div(logit < 0.0f ? e : 1.0f, moe_add(1.0f, e));
@@ -174,7 +174,7 @@ SMOE_HOST_DEVICE float moe_sigmoid(float logit)
 #pragma GCC diagnostic error "-Wswitch"
 
 /* f of a logit. Not asked of a softmax. */
-SMOE_HOST_DEVICE float moe_score_value(smoe_score score, float logit)
+MOE_HOST_DEVICE float moe_score_value(smoe_score score, float logit)
 {
     switch (score) {
 #define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
@@ -191,7 +191,7 @@ SMOE_HOST_DEVICE float moe_score_value(smoe_score score, float logit)
 
 /* A kept pair's weight before it is divided. first: the logit of the token's best expert; max and sum: of the
  * softmax over all E. */
-SMOE_HOST_DEVICE float moe_raw_weight(smoe_score score, float logit, float first, float max, float sum)
+MOE_HOST_DEVICE float moe_raw_weight(smoe_score score, float logit, float first, float max, float sum)
 {
     switch (score) {
 #define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
@@ -207,20 +207,20 @@ SMOE_HOST_DEVICE float moe_raw_weight(smoe_score score, float logit, float first
 /* ---- Rounding rules: c an expert's count under plain top-K, M the tile, T the tokens ---- */
 
 /* M floor(c / M). */
-SMOE_HOST_DEVICE int64_t moe_round_lo(int64_t c, int64_t tile)
+MOE_HOST_DEVICE int64_t moe_round_lo(int64_t c, int64_t tile)
 {
     return c / tile * tile;
 }
 
 /* M ceil(c / M), or lo where that is past T. */
-SMOE_HOST_DEVICE int64_t moe_round_hi(int64_t c, int64_t tile, int64_t tokens)
+MOE_HOST_DEVICE int64_t moe_round_hi(int64_t c, int64_t tile, int64_t tokens)
 {
     const int64_t lo = moe_round_lo(c, tile);
     return c == lo || lo + tile > tokens ? lo : lo + tile;
 }
 
 /* One of the ten rounds of Philox4x32 (Salmon et al., SC 2011). */
-SMOE_HOST_DEVICE void moe_philox_round(uint32_t x[4], uint32_t key0, uint32_t key1)
+MOE_HOST_DEVICE void moe_philox_round(uint32_t x[4], uint32_t key0, uint32_t key1)
 {
     const uint64_t a = (uint64_t)0xd2511f53u * x[0], b = (uint64_t)0xcd9e8d57u * x[2];
     const uint32_t x1 = x[1], x3 = x[3];
@@ -231,7 +231,7 @@ SMOE_HOST_DEVICE void moe_philox_round(uint32_t x[4], uint32_t key0, uint32_t ke
 }
 
 /* Philox4x32-10: the counter x becomes the random words. */
-SMOE_HOST_DEVICE void moe_philox(uint32_t x[4], uint32_t key0, uint32_t key1)
+MOE_HOST_DEVICE void moe_philox(uint32_t x[4], uint32_t key0, uint32_t key1)
 {
     for (int i = 0; i < 10; i++) {
         moe_philox_round(x, key0, key1);
@@ -241,7 +241,7 @@ SMOE_HOST_DEVICE void moe_philox(uint32_t x[4], uint32_t key0, uint32_t key1)
 }
 
 /* u 2^32 of SR-f: the first word at key seed, counter (step, expert, 0), low words first. */
-SMOE_HOST_DEVICE uint32_t moe_round_draw(uint64_t seed, uint64_t step, int64_t expert)
+MOE_HOST_DEVICE uint32_t moe_round_draw(uint64_t seed, uint64_t step, int64_t expert)
 {
     uint32_t x[4] = {(uint32_t)step, (uint32_t)(step >> 32), (uint32_t)expert, 0};
     moe_philox(x, (uint32_t)seed, (uint32_t)(seed >> 32));
@@ -250,29 +250,29 @@ SMOE_HOST_DEVICE uint32_t moe_round_draw(uint64_t seed, uint64_t step, int64_t e
 
 /* One function for each rule: does it take hi rather than lo? */
 
-SMOE_HOST_DEVICE int moe_nr_f_picks_hi(int64_t c, int64_t lo, int64_t tile)
+MOE_HOST_DEVICE int moe_nr_f_picks_hi(int64_t c, int64_t lo, int64_t tile)
 {
     return 2 * (c - lo) > tile;
 }
 
-SMOE_HOST_DEVICE int moe_sr_f_picks_hi(int64_t c, int64_t lo, int64_t tile, uint32_t draw)
+MOE_HOST_DEVICE int moe_sr_f_picks_hi(int64_t c, int64_t lo, int64_t tile, uint32_t draw)
 {
     return (uint64_t)draw * (uint64_t)tile < (uint64_t)(c - lo) << 32;
 }
 
-SMOE_HOST_DEVICE int moe_nr_s_picks_hi(int64_t added_score, int64_t dropped_score)
+MOE_HOST_DEVICE int moe_nr_s_picks_hi(int64_t added_score, int64_t dropped_score)
 {
     return added_score < dropped_score;
 }
 
-SMOE_HOST_DEVICE int moe_balance_f_picks_hi(int64_t c, int64_t lo, int64_t tile, int64_t residual)
+MOE_HOST_DEVICE int moe_balance_f_picks_hi(int64_t c, int64_t lo, int64_t tile, int64_t residual)
 {
     return 2 * (c + residual - lo) > tile;
 }
 
 /* A score in the signed fixed point of NR-s, from its key: the score times 2^32, rounded towards zero. It is
  * limited to +-2^16, so that sums of fewer than 4096 scores fit. NaN becomes 0. */
-SMOE_HOST_DEVICE int64_t moe_score_fixed(uint32_t key)
+MOE_HOST_DEVICE int64_t moe_score_fixed(uint32_t key)
 {
     const float score = moe_rank_value(key);
     if (moe_is_nan(score)) return 0;

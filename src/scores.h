@@ -27,9 +27,9 @@
 #include <smoe.h>
 
 #ifdef __CUDACC__
-#define SMOE_HOST_DEVICE __host__ __device__ static inline
+#define MOE_HOST_DEVICE __host__ __device__ static inline
 #else
-#define SMOE_HOST_DEVICE static inline
+#define MOE_HOST_DEVICE static inline
 #endif
 
 #define MOE_SCORES(X)                                                                                        \
@@ -56,7 +56,7 @@ enum { MOE_SCORE_COUNT = 0 MOE_SCORES(MOE_COUNT_SCORE) };
 #pragma GCC diagnostic error "-Wswitch"
 
 /* Is the score a function of one logit, rather than a softmax? */
-SMOE_HOST_DEVICE int moe_score_has_curve(smoe_score score)
+MOE_HOST_DEVICE int moe_score_has_curve(smoe_score score)
 {
     switch (score) {
 #define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
@@ -68,7 +68,7 @@ SMOE_HOST_DEVICE int moe_score_has_curve(smoe_score score)
 }
 
 /* Do the raw weights sum to 1 over all E? */
-SMOE_HOST_DEVICE int moe_score_over_all(smoe_score score)
+MOE_HOST_DEVICE int moe_score_over_all(smoe_score score)
 {
     switch (score) {
 #define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
@@ -80,7 +80,7 @@ SMOE_HOST_DEVICE int moe_score_over_all(smoe_score score)
 }
 
 /* Do they sum to 1 over the K kept experts? */
-SMOE_HOST_DEVICE int moe_score_over_kept(smoe_score score)
+MOE_HOST_DEVICE int moe_score_over_kept(smoe_score score)
 {
     switch (score) {
 #define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
@@ -92,7 +92,7 @@ SMOE_HOST_DEVICE int moe_score_over_kept(smoe_score score)
 }
 
 /* May a layer have a selection bias and groups? */
-SMOE_HOST_DEVICE int moe_score_takes_bias(smoe_score score)
+MOE_HOST_DEVICE int moe_score_takes_bias(smoe_score score)
 {
     switch (score) {
 #define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
@@ -106,13 +106,13 @@ SMOE_HOST_DEVICE int moe_score_takes_bias(smoe_score score)
 #pragma GCC diagnostic pop
 
 /* Are the weights of the kept pairs divided by their sum? */
-SMOE_HOST_DEVICE int moe_weights_are_divided(const smoe_layer *layer)
+MOE_HOST_DEVICE int moe_weights_are_divided(const smoe_layer *layer)
 {
     return moe_score_over_kept(layer->score) ? 1 : layer->renormalize;
 }
 
 /* Are the weights of the kept pairs p, the softmax over all E? Their dlogits are dense. */
-SMOE_HOST_DEVICE int moe_weights_are_p(const smoe_layer *layer)
+MOE_HOST_DEVICE int moe_weights_are_p(const smoe_layer *layer)
 {
     return moe_score_over_all(layer->score) && !layer->renormalize;
 }

@@ -23,7 +23,7 @@ static void test_stripes(void **state)
             for (int stripe = 0; stripe < 2 * tiles; stripe++) {
                 const moe_stripe s = moe_stripe_of(stripe, each);
                 if (s.half >= halves) continue; /* the other stripe of an odd last tile */
-                for (int f = s.feature; f < s.feature + SMOE_WEIGHT_STRIPE && f < n; f++)
+                for (int f = s.feature; f < s.feature + MOE_WEIGHT_STRIPE && f < n; f++)
                     seen[s.half * n + f]++;
             }
             for (int i = 0; i < n * halves; i++) assert_int_equal(seen[i], 1);
@@ -142,7 +142,7 @@ static void test_split_chooses(void **state)
 
 /* ---- Staging: what TMA finds at (row, column) of a subtile is the element that belongs there ---- */
 
-enum { BUFFER_BYTES = 2 * SMOE_SUBTILE_BYTES };
+enum { BUFFER_BYTES = 2 * MOE_SUBTILE_BYTES };
 
 /* The feature and the row of d of element i of a thread's accumulators. The feature counts from the start of
  * the part, the row from the consumer's first of 64 rows. */
@@ -177,7 +177,7 @@ static void test_f32_staging(void **state)
             }
         for (int row = 0; row < 64; row++)
             for (int column = 0; column < 64; column++) {
-                const uint32_t at = (uint32_t)(column / 32) * SMOE_SUBTILE_BYTES +
+                const uint32_t at = (uint32_t)(column / 32) * MOE_SUBTILE_BYTES +
                                     moe_subtile_offset((uint32_t)row, (uint32_t)(column % 32) / 4) +
                                     (uint32_t)(column % 4) * 4;
                 assert_int_equal(buffer[at / 4], row * 64 + column);
@@ -213,7 +213,7 @@ static void test_16_bit_staging(void **state)
                                column = (uint32_t)(transposed ? d : f % 64);
                 const uint32_t subtile = transposed ? 0 : (uint32_t)f / 64;
                 const uint32_t at =
-                    subtile * SMOE_SUBTILE_BYTES + moe_subtile_offset(row, column / 8) + column % 8 * 2;
+                    subtile * MOE_SUBTILE_BYTES + moe_subtile_offset(row, column / 8) + column % 8 * 2;
                 assert_int_equal(buffer[at / 2], f * 64 + d);
             }
     }

@@ -50,14 +50,14 @@ static void gather_fills_the_tile(void **state)
     for (uint32_t thread = 0; thread < 64; thread++)
         for (uint32_t i = 0; i < 16; i++) {
             const uint32_t vector = thread & 7, row = (thread >> 3) + 8 * i;
-            const uint32_t to = moe_subtile_offset(thread >> 3, vector) + i * 8 * SMOE_SUBTILE_ROW_BYTES;
+            const uint32_t to = moe_subtile_offset(thread >> 3, vector) + i * 8 * MOE_SUBTILE_ROW_BYTES;
             assert_int_equal(row_at[to / 16], -1);
             row_at[to / 16] = (int)(row * 8 + vector);
         }
     for (uint32_t m = 0; m < 128; m++)
         for (uint32_t k = 0; k < 64; k++) {
             /* consumer m / 64 starts at its subtile, step k / 16 adds 32 bytes, groups of eight rows 1024 */
-            const uint32_t start = m / 64 * SMOE_SUBTILE_BYTES + k / 16 * 32;
+            const uint32_t start = m / 64 * MOE_SUBTILE_BYTES + k / 16 * 32;
             const uint32_t in_step = m % 64 % 8 * 128 + m % 64 / 8 * 1024 + k % 16 * 2;
             const uint32_t address = hardware_swizzle(start + in_step);
             assert_int_equal(row_at[address / 16], m * 8 + k / 8);
@@ -70,7 +70,7 @@ static void staging_is_complete(void **state)
 {
     (void)state;
     for (int gated = 0; gated < 2; gated++) {
-        static int found[2 * SMOE_SUBTILE_BYTES / 16];
+        static int found[2 * MOE_SUBTILE_BYTES / 16];
         memset(found, 0xFF, sizeof found);
         for (uint32_t warp = 0; warp < 4; warp++)
             for (uint32_t q = 0; q < 16; q += 4)
@@ -79,10 +79,10 @@ static void staging_is_complete(void **state)
                         const uint32_t row = warp * 16 + (lane & 15), octet = q + odd + (lane >> 4) * 2;
                         const uint32_t subtile = gated ? odd : q >> 3,
                                        vector = moe_octet_vector(octet, gated);
-                        const uint32_t to = row * SMOE_SUBTILE_ROW_BYTES + subtile * SMOE_SUBTILE_BYTES +
+                        const uint32_t to = row * MOE_SUBTILE_ROW_BYTES + subtile * MOE_SUBTILE_BYTES +
                                             ((vector ^ (lane & 7)) << 4);
                         assert_int_equal(subtile, moe_octet_subtile(octet, gated));
-                        assert_int_equal(to, subtile * SMOE_SUBTILE_BYTES + moe_subtile_offset(row, vector));
+                        assert_int_equal(to, subtile * MOE_SUBTILE_BYTES + moe_subtile_offset(row, vector));
                         assert_int_equal(found[to / 16], -1);
                         found[to / 16] = (int)octet;
                     }
@@ -155,18 +155,18 @@ static void lists_fit_their_bounds(void **state)
             int64_t count = draw(3) == 0 ? 0 : draw(700);
             if (turn % 3 == 0 && e == experts / 2) count = capacity - rows;
             if (count > capacity - rows) count = capacity - rows;
-            const int64_t own = moe_divide_up(count, SMOE_BLOCK_ROWS);
+            const int64_t own = moe_divide_up(count, MOE_BLOCK_ROWS);
             assert_int_equal(tiles, (blocks + odd) / 2);
             rows += count;
             blocks += own;
             odd += own & 1;
-            tiles += moe_divide_up(own, SMOE_TILE_BLOCKS);
+            tiles += moe_divide_up(own, MOE_TILE_BLOCKS);
             pieces += moe_divide_up(own, limit);
         }
         assert_int_equal(tiles, (blocks + odd) / 2);
         const int64_t padded = moe_padded_rows(capacity, experts);
-        assert_true(blocks * SMOE_BLOCK_ROWS <= padded);
-        assert_true(tiles < moe_work_bound(padded, experts, SMOE_TILE_BLOCKS));
+        assert_true(blocks * MOE_BLOCK_ROWS <= padded);
+        assert_true(tiles < moe_work_bound(padded, experts, MOE_TILE_BLOCKS));
         assert_true(pieces < moe_work_bound(padded, experts, limit));
     }
 }
@@ -274,7 +274,7 @@ static void places_cover_an_expert_once(void **state)
     enum { ROWS = 500, COLUMNS = 20 };
     for (int32_t rows = 1; rows <= ROWS; rows++) {
         const int32_t height = moe_band_height(rows);
-        assert_true(height >= 1 && height < 1.5 * SMOE_BAND);
+        assert_true(height >= 1 && height < 1.5 * MOE_BAND);
         for (int32_t columns = 1; columns <= COLUMNS; columns++) {
             char seen[ROWS][COLUMNS] = {{0}};
             moe_place before = {0, 0};
@@ -284,7 +284,7 @@ static void places_cover_an_expert_once(void **state)
                             at.column_tile < columns);
                 assert_int_equal(seen[at.row_tile][at.column_tile]++, 0);
                 const int32_t band = at.row_tile / height, band_before = before.row_tile / height;
-                if (columns <= SMOE_MOST_COLUMNS_FIRST)
+                if (columns <= MOE_MOST_COLUMNS_FIRST)
                     assert_true(at.row_tile >= before.row_tile);
                 else
                     assert_true(band > band_before ||
@@ -334,29 +334,29 @@ static void the_down_kernel_fits_its_shape(void **state)
     (void)state;
     for (int64_t n = 8; n <= 4096; n += 8)
         for (int64_t columns = 8; columns <= 4096; columns += 56) {
-            assert_int_equal(moe_gemm_choose(n, columns, 1), SMOE_GEMM_TILES);
+            assert_int_equal(moe_gemm_choose(n, columns, 1), MOE_GEMM_TILES);
             const moe_gemm kind = moe_gemm_choose(n, columns, 0);
-            if (kind == SMOE_GEMM_STATIONARY)
+            if (kind == MOE_GEMM_STATIONARY)
                 assert_true(columns % 64 == 0 && (n <= 128 || (n > 192 && n <= 256)));
         }
-    assert_int_equal(moe_gemm_choose(256, 768, 0), SMOE_GEMM_STATIONARY);
-    assert_int_equal(moe_gemm_choose(256, 384, 0), SMOE_GEMM_PING_PONG); /* 1.5 tiles of 256 */
-    assert_int_equal(moe_gemm_choose(256, 448, 0), SMOE_GEMM_STATIONARY);
-    assert_int_equal(moe_gemm_choose(256, 760, 0), SMOE_GEMM_PING_PONG); /* no multiple of 64 */
-    assert_int_equal(moe_gemm_choose(512, 4096, 0), SMOE_GEMM_PING_PONG);
-    assert_int_equal(moe_gemm_choose(2048, 4096, 0), SMOE_GEMM_TILES);
+    assert_int_equal(moe_gemm_choose(256, 768, 0), MOE_GEMM_STATIONARY);
+    assert_int_equal(moe_gemm_choose(256, 384, 0), MOE_GEMM_PING_PONG); /* 1.5 tiles of 256 */
+    assert_int_equal(moe_gemm_choose(256, 448, 0), MOE_GEMM_STATIONARY);
+    assert_int_equal(moe_gemm_choose(256, 760, 0), MOE_GEMM_PING_PONG); /* no multiple of 64 */
+    assert_int_equal(moe_gemm_choose(512, 4096, 0), MOE_GEMM_PING_PONG);
+    assert_int_equal(moe_gemm_choose(2048, 4096, 0), MOE_GEMM_TILES);
 }
 
 static void the_kernel_of_dx_rows_fits_its_shape(void **state)
 {
     (void)state;
-    assert_int_equal(moe_gemm_choose_dx(64, 768), SMOE_GEMM_STATIONARY);
-    assert_int_equal(moe_gemm_choose_dx(256, 4096), SMOE_GEMM_STATIONARY);
-    assert_int_equal(moe_gemm_choose_dx(512, 4096), SMOE_GEMM_PING_PONG);
-    assert_int_equal(moe_gemm_choose_dx(1024, 1536), SMOE_GEMM_PING_PONG);
-    assert_int_equal(moe_gemm_choose_dx(1024, 4096), SMOE_GEMM_TILES);    /* its last tile has 64 columns */
-    assert_int_equal(moe_gemm_choose_dx(1024, 320), SMOE_GEMM_PING_PONG); /* 1.25 tiles of 256 */
-    assert_int_equal(moe_gemm_choose_dx(2048, 1536), SMOE_GEMM_TILES);
+    assert_int_equal(moe_gemm_choose_dx(64, 768), MOE_GEMM_STATIONARY);
+    assert_int_equal(moe_gemm_choose_dx(256, 4096), MOE_GEMM_STATIONARY);
+    assert_int_equal(moe_gemm_choose_dx(512, 4096), MOE_GEMM_PING_PONG);
+    assert_int_equal(moe_gemm_choose_dx(1024, 1536), MOE_GEMM_PING_PONG);
+    assert_int_equal(moe_gemm_choose_dx(1024, 4096), MOE_GEMM_TILES);    /* its last tile has 64 columns */
+    assert_int_equal(moe_gemm_choose_dx(1024, 320), MOE_GEMM_PING_PONG); /* 1.25 tiles of 256 */
+    assert_int_equal(moe_gemm_choose_dx(2048, 1536), MOE_GEMM_TILES);
 }
 
 /* ---- Few rows ---- */
@@ -364,14 +364,14 @@ static void the_kernel_of_dx_rows_fits_its_shape(void **state)
 static void few_rows_are_decode_steps(void **state)
 {
     (void)state;
-    for (int64_t rows = 1; rows <= SMOE_FEW_ROWS; rows++) {
-        assert_true(moe_few_rows(rows, SMOE_FEW_ROWS)); /* many experts */
-        assert_true(moe_few_rows(rows, 8) == (rows <= SMOE_FEW_ROWS_MEAN * 8));
+    for (int64_t rows = 1; rows <= MOE_FEW_ROWS; rows++) {
+        assert_true(moe_few_rows(rows, MOE_FEW_ROWS)); /* many experts */
+        assert_true(moe_few_rows(rows, 8) == (rows <= MOE_FEW_ROWS_MEAN * 8));
         assert_true(moe_few_rows(rows, 1) ==
-                    (rows <= SMOE_FEW_ROWS_GROUP)); /* one expert, one group of rows */
+                    (rows <= MOE_FEW_ROWS_GROUP)); /* one expert, one group of rows */
     }
-    assert_false(moe_few_rows(SMOE_FEW_ROWS + 1, 4096));
-    assert_false(moe_few_rows(SMOE_FEW_ROWS + 1, 1));
+    assert_false(moe_few_rows(MOE_FEW_ROWS + 1, 4096));
+    assert_false(moe_few_rows(MOE_FEW_ROWS + 1, 1));
 }
 
 /* The work list, as the plan makes it, from random counts. */
@@ -382,17 +382,17 @@ static void the_grid_has_every_tile_of_few_rows(void **state)
         for (int64_t experts = 1; experts <= 40; experts += 3) {
             const int64_t bound = moe_few_rows_tiles(rows, experts),
                           padded_rows = moe_padded_rows(rows, experts);
-            assert_true(bound <= moe_work_bound(padded_rows, experts, SMOE_TILE_BLOCKS));
+            assert_true(bound <= moe_work_bound(padded_rows, experts, MOE_TILE_BLOCKS));
             for (int i = 0; i < 20; i++) {
                 int64_t tiles = 0, blocks = 0, left = rows;
                 for (int64_t e = 0; e < experts; e++) {
                     const uint32_t most = (uint32_t)left + 1;
                     const int64_t count = e + 1 == experts ? left : draw(i % 2 || most < 200 ? most : 200);
                     left -= count;
-                    blocks += moe_divide_up(count, SMOE_BLOCK_ROWS);
-                    tiles += moe_divide_up(moe_divide_up(count, SMOE_BLOCK_ROWS), SMOE_TILE_BLOCKS);
+                    blocks += moe_divide_up(count, MOE_BLOCK_ROWS);
+                    tiles += moe_divide_up(moe_divide_up(count, MOE_BLOCK_ROWS), MOE_TILE_BLOCKS);
                 }
-                assert_true(tiles <= bound && blocks * SMOE_BLOCK_ROWS <= padded_rows);
+                assert_true(tiles <= bound && blocks * MOE_BLOCK_ROWS <= padded_rows);
             }
         }
     assert_int_equal(moe_few_rows_tiles(8, 64), 8);
@@ -414,7 +414,7 @@ static void division_is_exact(void **state)
 static void lower_entries_are_counted(void **state)
 {
     (void)state;
-    const uint32_t others[] = {SMOE_PLAN_NO_ID, SMOE_PLAN_REPEATED, SMOE_PLAN_REPEATED | 4095, 0, 1, 4095};
+    const uint32_t others[] = {MOE_PLAN_NO_ID, MOE_PLAN_REPEATED, MOE_PLAN_REPEATED | 4095, 0, 1, 4095};
     for (uint32_t id = 0; id < 4096; id += id < 70 || id > 4000 ? 1 : 37)
         for (uint32_t entry = 0; entry < 4096; entry++)
             for (size_t j = 0; j < sizeof others / sizeof others[0]; j++) {
@@ -423,8 +423,8 @@ static void lower_entries_are_counted(void **state)
                 assert_int_equal(moe_plan_both(moe_plan_lower(id, others[j] | entry << 16)), want);
             }
     /* every valid id is below the marks of entries that do not count */
-    assert_int_equal(moe_plan_both(moe_plan_lower(SMOE_PLAN_REPEATED, 4095 | SMOE_PLAN_NO_ID << 16)), 1);
-    assert_int_equal(moe_plan_both(moe_plan_lower(SMOE_PLAN_REPEATED, SMOE_PLAN_REPEATED << 16)), 1);
+    assert_int_equal(moe_plan_both(moe_plan_lower(MOE_PLAN_REPEATED, 4095 | MOE_PLAN_NO_ID << 16)), 1);
+    assert_int_equal(moe_plan_both(moe_plan_lower(MOE_PLAN_REPEATED, MOE_PLAN_REPEATED << 16)), 1);
 }
 
 /* If all of 64 entries count, each half of the word has 32: no half may overflow into the other. */
@@ -448,7 +448,7 @@ static void shared_memory_of_the_plan_fits(void **state)
                 const int32_t segment = moe_plan_segment(tokens[i], experts, topk, SHARED_BYTES);
                 const moe_plan_shared p = moe_plan_shared_of(segment, experts, topk);
                 assert_true(moe_plan_segment_fits(segment, experts, topk, SHARED_BYTES));
-                assert_true(segment >= 32 && segment % 32 == 0 && segment < SMOE_PLAN_THREADS);
+                assert_true(segment >= 32 && segment % 32 == 0 && segment < MOE_PLAN_THREADS);
                 assert_true(p.end <= SHARED_BYTES);
                 assert_int_equal(p.rows % 16, 0); /* the memory before it is cleared 16 bytes at a time */
                 assert_int_equal(p.place % 8 + p.sorted % 8 + p.ids % 8, 0);
@@ -466,7 +466,7 @@ static void summed_counts_fit(void **state)
     assert_true(moe_plan_is_summed(32768, 256, 128));
     assert_false(moe_plan_is_summed(32769, 256, 128));
     for (uint32_t columns = 1; columns <= 512; columns++)
-        for (uint32_t i = 0; i <= SMOE_PLAN_THREADS; i++)
+        for (uint32_t i = 0; i <= MOE_PLAN_THREADS; i++)
             assert_int_equal(moe_divide(i, moe_reciprocal(columns)), i / columns);
 }
 

@@ -180,7 +180,7 @@ static void parts_of_the_weights(void **state)
     layer.experts = 3;
     moe_problem problem;
     moe_problem_init(&problem, &layer);
-    _Alignas(SMOE_PART_ALIGN) static uint8_t buffer[1 << 15];
+    _Alignas(MOE_PART_ALIGN) static uint8_t buffer[1 << 15];
     const moe_f8_weights w = moe_f8_weights_at(&problem, buffer);
     assert_int_equal(w.w1 - buffer, 0);
     assert_int_equal(w.w1_t - w.w1, 4608); /* 3 x 32 x 48 */

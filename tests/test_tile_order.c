@@ -195,12 +195,12 @@ static void every_order_has_every_tile_once(void **state)
                 assert_every_tile_once(orders[i], row_tiles, column_tiles);
 }
 
-/* SMOE_LEAST_BANDED is the least number of row tiles that moe_band_height cuts. */
+/* MOE_LEAST_BANDED is the least number of row tiles that moe_band_height cuts. */
 static void band_heights(void **state)
 {
     (void)state;
     for (int32_t row_tiles = 1; row_tiles <= 200; row_tiles++)
-        assert_true((moe_band_height(row_tiles) < row_tiles) == (row_tiles >= SMOE_LEAST_BANDED));
+        assert_true((moe_band_height(row_tiles) < row_tiles) == (row_tiles >= MOE_LEAST_BANDED));
 }
 
 /* The units of a band are those of its rows, and in a band a column tile's rows follow each other. */
@@ -209,9 +209,9 @@ static void bands_of_a_list(void **state)
     (void)state;
     for (int32_t row_tiles = 1; row_tiles <= 70; row_tiles++)
         for (int32_t column_tiles = 1; column_tiles <= 20; column_tiles++) {
-            const int32_t band = SMOE_BAND * column_tiles;
-            for (int32_t unit = 0; unit < row_tiles / SMOE_BAND * band; unit++)
-                assert_int_equal(moe_place_in_list(unit, row_tiles, column_tiles).row_tile / SMOE_BAND,
+            const int32_t band = MOE_BAND * column_tiles;
+            for (int32_t unit = 0; unit < row_tiles / MOE_BAND * band; unit++)
+                assert_int_equal(moe_place_in_list(unit, row_tiles, column_tiles).row_tile / MOE_BAND,
                                  unit / band);
         }
     const moe_place second = moe_place_in_list(1, 16, 9), next_column = moe_place_in_list(16, 16, 9);

@@ -15,7 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SMOE_XLA_API __attribute__((visibility("default")))
+#define MOE_XLA_API __attribute__((visibility("default")))
 
 typedef union call_args {
     smoe_forward_args forward;
@@ -213,10 +213,10 @@ static xla_error *run(const xla_call *call, smoe_backend backend, layer_call fun
     return error;
 }
 
-SMOE_XLA_API xla_error *smoe_xla_cpu_forward(xla_call *call);
-SMOE_XLA_API xla_error *smoe_xla_cpu_backward(xla_call *call);
-SMOE_XLA_API xla_error *smoe_xla_cuda_forward(xla_call *call);
-SMOE_XLA_API xla_error *smoe_xla_cuda_backward(xla_call *call);
+MOE_XLA_API xla_error *smoe_xla_cpu_forward(xla_call *call);
+MOE_XLA_API xla_error *smoe_xla_cpu_backward(xla_call *call);
+MOE_XLA_API xla_error *smoe_xla_cuda_forward(xla_call *call);
+MOE_XLA_API xla_error *smoe_xla_cuda_backward(xla_call *call);
 
 xla_error *smoe_xla_cpu_forward(xla_call *call)
 {

@@ -12,7 +12,7 @@
 static smoe_status create(smoe_context *context, const smoe_context_options *options)
 {
     context->threads = options->threads > 0 ? options->threads : omp_get_max_threads();
-    if (context->threads > SMOE_MAX_THREADS) context->threads = SMOE_MAX_THREADS;
+    if (context->threads > MOE_MAX_THREADS) context->threads = MOE_MAX_THREADS;
     if (!moe_blas_reserve(context->threads))
         return moe_fail(
             context, SMOE_ERROR_MEMORY,

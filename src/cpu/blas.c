@@ -69,7 +69,7 @@ static int address_space_fits(int64_t buffers)
 /* Takes `count` buffers at the same time and returns them, so that OpenBLAS allocates as many. */
 static void take_buffers(int64_t count)
 {
-    void *held[SMOE_MAX_THREADS];
+    void *held[MOE_MAX_THREADS];
     int64_t taken = 0;
     while (taken < count && (held[taken] = blas_memory_alloc(1))) taken++;
     while (taken > 0) blas_memory_free(held[--taken]);
@@ -82,7 +82,7 @@ static int reserve(int threads)
     int own_threads = (guard.open ? guard.threads_before : openblas_get_num_threads()) - 1;
     if (&blas_num_threads && blas_num_threads - 1 > own_threads) own_threads = blas_num_threads - 1;
     int64_t needed = guard.buffers_needed + threads + own_threads;
-    if (needed > SMOE_MAX_THREADS) needed = SMOE_MAX_THREADS; /* OpenBLAS cannot have many more */
+    if (needed > MOE_MAX_THREADS) needed = MOE_MAX_THREADS; /* OpenBLAS cannot have many more */
     if (needed > guard.buffers_there) {
         /* Buffers that an open section uses cannot be taken here. So up to as many additional buffers may be
          * allocated. */

@@ -29,7 +29,7 @@ static smoe_status check_counts(const plan_check *c)
     for (int64_t e = 0; e < p->layer.experts; e++) {
         const int64_t count = plan->counts[e];
         if (count < 0 || count > p->rows - plan->offsets[e]) return refuse(c, "counts", e, count);
-        const int64_t blocks = ((uint32_t)count + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS;
+        const int64_t blocks = ((uint32_t)count + MOE_BLOCK_ROWS - 1) / MOE_BLOCK_ROWS;
         if (plan->offsets[e + 1] != plan->offsets[e] + count)
             return refuse(c, "offsets", e + 1, plan->offsets[e + 1]);
         if (plan->block_offsets[e + 1] != plan->block_offsets[e] + blocks)
@@ -45,7 +45,7 @@ static smoe_status check_order(const plan_check *c)
 {
     const int64_t experts = c->problem->layer.experts;
     const int32_t *order = c->plan->order;
-    unsigned char seen[SMOE_MAX_EXPERTS];
+    unsigned char seen[MOE_MAX_EXPERTS];
     memset(seen, 0, (size_t)experts);
     for (int64_t i = 0; i < experts; i++)
         if ((uint32_t)order[i] >= experts || seen[order[i]]++) return refuse(c, "order", i, order[i]);
@@ -67,7 +67,7 @@ static smoe_status check_rows(const plan_check *c)
     const moe_plan_arrays *plan = c->plan;
     smoe_status status = SMOE_OK;
     for (int64_t e = 0; e < c->problem->layer.experts && status == SMOE_OK; e++) {
-        const int64_t first = (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[e];
+        const int64_t first = (int64_t)MOE_BLOCK_ROWS * plan->block_offsets[e];
         status =
             check_indices(c, "row_token", plan->row_token, first, plan->counts[e], c->problem->layer.tokens);
     }
@@ -84,7 +84,7 @@ static smoe_status check_tokens(const plan_check *c)
     for (int64_t t = 0; t < tokens; t++)
         if (offsets[t + 1] < offsets[t]) return refuse(c, "token_offsets", t + 1, offsets[t + 1]);
     return check_indices(c, "token_rows", c->plan->token_rows, 0, rows,
-                         (int64_t)SMOE_BLOCK_ROWS * c->plan->block_offsets[experts]);
+                         (int64_t)MOE_BLOCK_ROWS * c->plan->block_offsets[experts]);
 }
 
 static smoe_status check_topk(const plan_check *c)

@@ -16,8 +16,8 @@ static void multiply(const moe_cpu_pass *pass, const smoe_backward_args *args, c
 {
     const smoe_layer *layer = &pass->problem->layer;
     const int64_t n = layer->intermediate, d = layer->hidden;
-    for (int64_t j = 0; j < n; j += SMOE_PANEL_FEATURES) {
-        const int64_t columns = moe_min(SMOE_PANEL_FEATURES, n - j);
+    for (int64_t j = 0; j < n; j += MOE_PANEL_FEATURES) {
+        const int64_t columns = moe_min(MOE_PANEL_FEATURES, n - j);
         int64_t ld;
         const float *w2 = moe_weights_f32(at->weights, args->w2, panel->expert * d * n + j, d, n, columns,
                                           layer->dtype, &ld);

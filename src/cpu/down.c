@@ -42,8 +42,8 @@ static void down_panel(const moe_cpu_pass *pass, const smoe_forward_args *args, 
     const moe_cpu_panels at = moe_cpu_panels_of(pass);
     load_a(pass, panel, &at);
     if (p->layer.lora_rank2) moe_cpu_lora_p2(pass, args, panel, &at);
-    for (int64_t column = first_column; column < end; column += SMOE_PANEL_COLUMNS) {
-        const int64_t columns = moe_min(SMOE_PANEL_COLUMNS, end - column);
+    for (int64_t column = first_column; column < end; column += MOE_PANEL_COLUMNS) {
+        const int64_t columns = moe_min(MOE_PANEL_COLUMNS, end - column);
         float *y = pass->chunk + panel->row * p->chunk_columns + (column - first_column);
         int64_t ld;
         const float *w2 = moe_weights_f32(at.weights, args->w2, (panel->expert * d + column) * n, columns, n,

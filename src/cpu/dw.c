@@ -35,7 +35,7 @@ static int64_t part_count(int64_t total, int64_t limit)
 
 static int64_t tiles_of_expert(const moe_problem *p, int64_t features)
 {
-    return part_count(p->layer.hidden, SMOE_TILE_HIDDEN) * part_count(features, SMOE_PANEL_FEATURES);
+    return part_count(p->layer.hidden, MOE_TILE_HIDDEN) * part_count(features, MOE_PANEL_FEATURES);
 }
 
 /* Tile number `index` of all tiles, with the experts by descending count. `features` is n for dW2 and h_width
@@ -43,9 +43,9 @@ static int64_t tiles_of_expert(const moe_problem *p, int64_t features)
 static tile tile_at(const moe_cpu_pass *pass, int64_t features, int64_t tiles_each, int64_t index)
 {
     const int64_t d = pass->problem->layer.hidden, inside = index % tiles_each;
-    const int64_t hidden_parts = part_count(d, SMOE_TILE_HIDDEN);
-    const int64_t hidden_width = part_width(d, SMOE_TILE_HIDDEN);
-    const int64_t feature_width = part_width(features, SMOE_PANEL_FEATURES);
+    const int64_t hidden_parts = part_count(d, MOE_TILE_HIDDEN);
+    const int64_t hidden_width = part_width(d, MOE_TILE_HIDDEN);
+    const int64_t feature_width = part_width(features, MOE_PANEL_FEATURES);
     tile t;
     t.expert = pass->plan->order[index / tiles_each];
     t.hidden = inside % hidden_parts * hidden_width;

@@ -33,9 +33,9 @@ static void dx_rows_panel(const moe_cpu_pass *pass, const smoe_backward_args *ar
     const int64_t end = moe_min(first_column + p->chunk_columns, p->layer.hidden);
     const moe_cpu_panels at = moe_cpu_panels_of(pass);
     moe_load_row(at.gathered, pass->dh, panel->row * p->h_width, panel->count * p->h_width, p->layer.dtype);
-    for (int64_t column = first_column; column < end; column += SMOE_PANEL_COLUMNS) {
+    for (int64_t column = first_column; column < end; column += MOE_PANEL_COLUMNS) {
         float *dx = pass->chunk + panel->row * p->chunk_columns + (column - first_column);
-        const int64_t columns = moe_min(SMOE_PANEL_COLUMNS, end - column);
+        const int64_t columns = moe_min(MOE_PANEL_COLUMNS, end - column);
         multiply(pass, args->w1, panel, column, columns, dx, &at);
         if (p->layer.lora_rank1) moe_cpu_lora_dx(pass, args, panel, column, columns, &at, dx);
     }
@@ -59,8 +59,8 @@ static void multiply_router(const moe_cpu_pass *pass, const void *router_weight,
 {
     const smoe_layer *layer = &pass->problem->layer;
     const int64_t experts = layer->experts;
-    for (int64_t i = 0; i < columns; i += SMOE_PANEL_COLUMNS) {
-        const int64_t width = moe_min(SMOE_PANEL_COLUMNS, columns - i);
+    for (int64_t i = 0; i < columns; i += MOE_PANEL_COLUMNS) {
+        const int64_t width = moe_min(MOE_PANEL_COLUMNS, columns - i);
         int64_t ld;
         const float *wr = moe_weights_f32(at->weights, router_weight, first_column + i, experts,
                                           layer->hidden, width, layer->dtype, &ld);
@@ -112,8 +112,8 @@ void moe_cpu_dx(const moe_cpu_pass *pass, const smoe_backward_args *args, int ro
     const smoe_layer *layer = &pass->problem->layer;
     moe_stage_begin(pass->context, SMOE_STAGE_DX, pass->stream);
 #pragma omp parallel for schedule(static, 1) num_threads(pass->context->threads)
-    for (int64_t token = 0; token < layer->tokens; token += SMOE_PANEL_ROWS)
-        dx_panel(pass, args, router_term, token, moe_min(SMOE_PANEL_ROWS, layer->tokens - token),
+    for (int64_t token = 0; token < layer->tokens; token += MOE_PANEL_ROWS)
+        dx_panel(pass, args, router_term, token, moe_min(MOE_PANEL_ROWS, layer->tokens - token),
                  first_column);
     moe_stage_end(pass->context, SMOE_STAGE_DX, pass->stream);
 }

@@ -145,7 +145,7 @@ static void collect(smoe_ep *ep, const moe_call *call, const smoe_forward_args *
 #pragma omp parallel for schedule(static) num_threads(ep->context->threads)
         for (int64_t token = 0; token < tokens; token++) collect_token(ep, &pass, args->out, token);
     } else if (args->out) {
-        memset(args->out, SMOE_NAN_BYTE, (size_t)(tokens * problem->layer.hidden * problem->element));
+        memset(args->out, MOE_NAN_BYTE, (size_t)(tokens * problem->layer.hidden * problem->element));
     }
     moe_stage_end(ep->context, SMOE_STAGE_COLLECT, call->stream);
 }

@@ -31,7 +31,7 @@ static void send_ds(const smoe_ep *ep, const moe_cpu_pass *pass, const moe_ep_ar
     char *stripe = ep->windows[source] + ep->window.ds + (uint64_t)ep->rank * ep->window.ds_stripe;
     for (int64_t e = 0; e < experts; e++) {
         const int32_t *start = a->starts + e * ep->ranks + source;
-        const int32_t expert_end = SMOE_BLOCK_ROWS * a->plan.block_offsets[e] + a->plan.counts[e];
+        const int32_t expert_end = MOE_BLOCK_ROWS * a->plan.block_offsets[e] + a->plan.counts[e];
         const int32_t end = source + 1 < ep->ranks ? start[1] : expert_end;
         const size_t bytes = (size_t)(end - *start) * sizeof(float);
         memcpy(stripe, pass->ds + *start, bytes);
@@ -81,7 +81,7 @@ static int run_experts(smoe_ep *ep, const moe_call *call, const smoe_backward_ar
 
 static void set_nan(void *to, int64_t elements, smoe_type type)
 {
-    if (to) memset(to, SMOE_NAN_BYTE, (size_t)(elements * moe_type_bytes(type)));
+    if (to) memset(to, MOE_NAN_BYTE, (size_t)(elements * moe_type_bytes(type)));
 }
 
 static void set_weights_nan(const moe_problem *problem, const smoe_backward_args *args)
@@ -103,7 +103,7 @@ static void take_ds(const smoe_ep *ep, const moe_problem *problem, const moe_pla
         const char *stripe = ep->windows[ep->rank] + ep->window.ds + (uint64_t)r * ep->window.ds_stripe;
         for (int64_t e = r * experts; e < (r + 1) * experts; e++) {
             const size_t bytes = (size_t)plan->counts[e] * sizeof *ds;
-            memcpy(ds + (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[e], stripe, bytes);
+            memcpy(ds + (int64_t)MOE_BLOCK_ROWS * plan->block_offsets[e], stripe, bytes);
             stripe += bytes;
         }
     }

@@ -15,7 +15,7 @@
 #include "ep.h"
 #include "experts.h"
 
-enum { SMOE_NAN_BYTE = 0xFF }; /* NaN in f32 and in bf16, if all bytes are this */
+enum { MOE_NAN_BYTE = 0xFF }; /* NaN in f32 and in bf16, if all bytes are this */
 
 extern const moe_ep_table moe_cpu_ep;
 

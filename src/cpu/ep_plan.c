@@ -26,7 +26,7 @@ void moe_cpu_ep_send_routing(const smoe_ep *ep, const moe_problem *problem, cons
     int64_t sent = 0;
     for (int64_t e = 0; e < experts; e++) {
         const int64_t global = rank * experts + e, count = plan->counts[global];
-        const int64_t row = (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[global];
+        const int64_t row = (int64_t)MOE_BLOCK_ROWS * plan->block_offsets[global];
         to.counts[e] = (int32_t)count;
         memcpy(to.tokens + sent, plan->row_token + row, (size_t)count * sizeof *to.tokens);
         memcpy(to.weights + sent, plan->row_weight + row, (size_t)count * sizeof *to.weights);
@@ -74,7 +74,7 @@ static void map_slots(const moe_problem *p, const moe_plan_arrays *plan)
 {
     const int64_t slots = p->layer.tokens;
     for (int64_t t = 0; t < slots; t++) plan->token_offsets[t + 1] += plan->token_offsets[t];
-    const int64_t padded = (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[p->layer.experts];
+    const int64_t padded = (int64_t)MOE_BLOCK_ROWS * plan->block_offsets[p->layer.experts];
     for (int64_t row = 0; row < padded; row++)
         if (plan->row_token[row] >= 0)
             plan->token_rows[plan->token_offsets[plan->row_token[row]]++] = (int32_t)row;
@@ -92,8 +92,8 @@ int moe_cpu_ep_plan(smoe_ep *ep, const moe_ep_problem *p, const moe_ep_arrays *a
         return 0;
     }
     moe_place_experts(plan, experts);
-    int32_t next[SMOE_MAX_EXPERTS];
-    for (int64_t e = 0; e < experts; e++) next[e] = SMOE_BLOCK_ROWS * plan->block_offsets[e];
+    int32_t next[MOE_MAX_EXPERTS];
+    for (int64_t e = 0; e < experts; e++) next[e] = MOE_BLOCK_ROWS * plan->block_offsets[e];
     memset(plan->token_offsets, 0, (size_t)(p->received.layer.tokens + 1) * sizeof *plan->token_offsets);
     for (int s = 0; s < ep->ranks; s++) place_run(ep, p, a, s, next);
     moe_order_experts(plan, next, experts);
@@ -106,7 +106,7 @@ int moe_cpu_ep_next_rank(const moe_problem *problem, const moe_plan_arrays *plan
 {
     const int64_t experts = problem->layer.experts, each = experts / problem->layer.ranks;
     for (int64_t i = plan->token_offsets[token]; i < plan->token_offsets[token + 1]; i++) {
-        const int64_t block = plan->token_rows[i] / SMOE_BLOCK_ROWS;
+        const int64_t block = plan->token_rows[i] / MOE_BLOCK_ROWS;
         const int rank = (int)(moe_expert_of_block(plan, experts, block) / each);
         if (rank > after) return rank;
     }

@@ -7,11 +7,11 @@
 #include <assert.h>
 #include <omp.h>
 
-static_assert(SMOE_PANEL_ROWS % SMOE_BLOCK_ROWS == 0, "a panel of rows starts at a block");
-static_assert(SMOE_BLOCK_ROWS % SMOE_PANEL_COLUMNS == 0,
+static_assert(MOE_PANEL_ROWS % MOE_BLOCK_ROWS == 0, "a panel of rows starts at a block");
+static_assert(MOE_BLOCK_ROWS % MOE_PANEL_COLUMNS == 0,
               "a chunk's columns, a multiple of 64, are whole panels");
 
-enum { BLOCKS_A_PANEL = SMOE_PANEL_ROWS / SMOE_BLOCK_ROWS };
+enum { BLOCKS_A_PANEL = MOE_PANEL_ROWS / MOE_BLOCK_ROWS };
 
 /* Scratch, part by part. */
 typedef struct carver {
@@ -39,7 +39,7 @@ static int64_t rows_here(const moe_problem *p)
 
 static int64_t panel_rows(const moe_problem *p)
 {
-    return moe_min(SMOE_PANEL_ROWS, moe_max(p->rows, p->layer.tokens));
+    return moe_min(MOE_PANEL_ROWS, moe_max(p->rows, p->layer.tokens));
 }
 
 /* The most floats of weights that one product reads: a panel of W1 or W2 (features, d), of W1 or W2 by 64
@@ -47,8 +47,8 @@ static int64_t panel_rows(const moe_problem *p)
 static int64_t weight_floats(const moe_problem *p)
 {
     if (p->layer.dtype == SMOE_TYPE_F32) return 0;
-    const int64_t by_features = moe_min(SMOE_PANEL_FEATURES, p->h_width) * p->layer.hidden;
-    const int64_t by_columns = SMOE_PANEL_COLUMNS * moe_max(p->h_width, p->layer.experts);
+    const int64_t by_features = moe_min(MOE_PANEL_FEATURES, p->h_width) * p->layer.hidden;
+    const int64_t by_columns = MOE_PANEL_COLUMNS * moe_max(p->h_width, p->layer.experts);
     return moe_max(by_features, by_columns);
 }
 
@@ -59,7 +59,7 @@ static moe_cpu_panels carve_panels(const moe_problem *p, carver *at)
     panels.gathered = carve_floats(at, rows * widest);
     panels.product = carve_floats(at, rows * p->h_width);
     panels.weights = carve_floats(at, weight_floats(p));
-    panels.tile = carve_floats(at, p->layer.inference ? 0 : SMOE_TILE_HIDDEN * SMOE_PANEL_FEATURES);
+    panels.tile = carve_floats(at, p->layer.inference ? 0 : MOE_TILE_HIDDEN * MOE_PANEL_FEATURES);
     panels.row = carve_floats(at, 3 * widest);
     const int64_t rank = moe_max(p->layer.lora_rank1, p->layer.lora_rank2);
     panels.low = carve_floats(at, rows * rank);
@@ -145,8 +145,8 @@ static int fill_panel(const moe_cpu_pass *pass, int64_t expert, int64_t rows_bef
 {
     const int64_t left = pass->plan->counts[expert] - rows_before;
     panel->expert = expert;
-    panel->row = (int64_t)pass->plan->block_offsets[expert] * SMOE_BLOCK_ROWS + rows_before;
-    panel->count = moe_min(left, SMOE_PANEL_ROWS);
+    panel->row = (int64_t)pass->plan->block_offsets[expert] * MOE_BLOCK_ROWS + rows_before;
+    panel->count = moe_min(left, MOE_PANEL_ROWS);
     return left > 0;
 }
 
@@ -154,7 +154,7 @@ int moe_row_panel_at(const moe_cpu_pass *pass, int64_t block, moe_row_panel *pan
 {
     const int64_t expert = moe_expert_of_block(pass->plan, pass->problem->layer.experts, block);
     const int64_t inside = block - pass->plan->block_offsets[expert];
-    return inside % BLOCKS_A_PANEL == 0 && fill_panel(pass, expert, inside * SMOE_BLOCK_ROWS, panel);
+    return inside % BLOCKS_A_PANEL == 0 && fill_panel(pass, expert, inside * MOE_BLOCK_ROWS, panel);
 }
 
 int moe_first_row_panel(const moe_cpu_pass *pass, int64_t expert, moe_row_panel *panel)
@@ -164,7 +164,7 @@ int moe_first_row_panel(const moe_cpu_pass *pass, int64_t expert, moe_row_panel 
 
 int moe_next_row_panel(const moe_cpu_pass *pass, moe_row_panel *panel)
 {
-    const int64_t first = (int64_t)pass->plan->block_offsets[panel->expert] * SMOE_BLOCK_ROWS;
+    const int64_t first = (int64_t)pass->plan->block_offsets[panel->expert] * MOE_BLOCK_ROWS;
     return fill_panel(pass, panel->expert, panel->row + panel->count - first, panel);
 }
 

@@ -11,10 +11,10 @@
 #include "cpu.h"
 
 enum {
-    SMOE_PANEL_ROWS = 256,     /* rows of an expert, or tokens, in one work item */
-    SMOE_PANEL_FEATURES = 256, /* columns of H, dA' and A' in one product */
-    SMOE_PANEL_COLUMNS = 64,   /* columns of Y, dX~ and dX in one product */
-    SMOE_TILE_HIDDEN = 512     /* the most d columns of a tile of dW */
+    MOE_PANEL_ROWS = 256,     /* rows of an expert, or tokens, in one work item */
+    MOE_PANEL_FEATURES = 256, /* columns of H, dA' and A' in one product */
+    MOE_PANEL_COLUMNS = 64,   /* columns of Y, dX~ and dX in one product */
+    MOE_TILE_HIDDEN = 512     /* the most d columns of a tile of dW */
 };
 
 /* The parts of scratch, and what the stages of one pass read. From `panels` on each thread has `panel_bytes`,

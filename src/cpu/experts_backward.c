@@ -30,7 +30,7 @@ static void give_topk_gradients(const moe_cpu_pass *pass, const smoe_backward_ar
         const int64_t first = token * layer->topk;
         for (int64_t i = plan->token_offsets[token]; i < plan->token_offsets[token + 1]; i++) {
             const int64_t row = plan->token_rows[i];
-            const int64_t expert = moe_expert_of_block(plan, layer->experts, row / SMOE_BLOCK_ROWS);
+            const int64_t expert = moe_expert_of_block(plan, layer->experts, row / MOE_BLOCK_ROWS);
             int64_t k = 0;
             while (k < layer->topk && moe_load_index(args->topk_ids, layer->index_type, first + k) != expert)
                 k++;

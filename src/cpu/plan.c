@@ -24,9 +24,9 @@ typedef struct plan_call {
 static void select_given(const plan_call *c, int64_t panel)
 {
     const smoe_layer *l = &c->problem->layer;
-    const int64_t first = panel * SMOE_TOKEN_PANEL, end = moe_min(l->tokens, first + SMOE_TOKEN_PANEL);
+    const int64_t first = panel * MOE_TOKEN_PANEL, end = moe_min(l->tokens, first + MOE_TOKEN_PANEL);
     memset(moe_mask_words(&c->s, panel, 0, l->experts), 0,
-           sizeof(uint64_t) * SMOE_PANEL_WORDS * (size_t)l->experts);
+           sizeof(uint64_t) * MOE_PANEL_WORDS * (size_t)l->experts);
     for (int64_t t = first; t < end; t++) {
         for (int64_t k = 0; k < l->topk; k++) {
             const int64_t e = moe_load_index(c->args->topk_ids, l->index_type, t * l->topk + k);
@@ -41,18 +41,18 @@ static void select_given(const plan_call *c, int64_t panel)
 static void count_panel(const plan_call *c, int64_t panel)
 {
     const smoe_layer *l = &c->problem->layer;
-    const int64_t first = panel * SMOE_TOKEN_PANEL, count = moe_min(SMOE_TOKEN_PANEL, l->tokens - first);
-    int32_t token_count[SMOE_TOKEN_PANEL] = {0}, rows = 0;
+    const int64_t first = panel * MOE_TOKEN_PANEL, count = moe_min(MOE_TOKEN_PANEL, l->tokens - first);
+    int32_t token_count[MOE_TOKEN_PANEL] = {0}, rows = 0;
     for (int64_t e = 0; e < l->experts; e++) {
         const uint64_t *words = moe_mask_words(&c->s, panel, e, l->experts);
         const int32_t before = rows;
-        for (int w = 0; w < SMOE_PANEL_WORDS; w++) {
+        for (int w = 0; w < MOE_PANEL_WORDS; w++) {
             for (uint64_t word = words[w]; word; rows++) token_count[64 * w + moe_next_bit(&word)]++;
         }
         c->s.panel_counts[panel * l->experts + e] = rows - before;
     }
     int32_t past = 0;
-    for (int64_t i = count; i < SMOE_TOKEN_PANEL; i++) past += token_count[i];
+    for (int64_t i = count; i < MOE_TOKEN_PANEL; i++) past += token_count[i];
     c->s.panel_rows[panel] = past ? INT32_MAX : rows;
     memcpy(c->plan->token_offsets + first, token_count, sizeof *token_count * (size_t)count);
 }
@@ -75,7 +75,7 @@ void moe_place_experts(const moe_plan_arrays *plan, int64_t experts)
 {
     plan->offsets[0] = plan->block_offsets[0] = 0;
     for (int64_t e = 0; e < experts; e++) {
-        const int32_t blocks = (plan->counts[e] + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS;
+        const int32_t blocks = (plan->counts[e] + MOE_BLOCK_ROWS - 1) / MOE_BLOCK_ROWS;
         plan->offsets[e + 1] = plan->offsets[e] + plan->counts[e];
         plan->block_offsets[e + 1] = plan->block_offsets[e] + blocks;
     }
@@ -132,14 +132,14 @@ static void write_panel(const plan_call *c, int64_t panel)
 {
     const smoe_layer *l = &c->problem->layer;
     const moe_plan_arrays *plan = c->plan;
-    const int64_t first = panel * SMOE_TOKEN_PANEL, count = moe_min(SMOE_TOKEN_PANEL, l->tokens - first);
-    int32_t next[SMOE_TOKEN_PANEL];
+    const int64_t first = panel * MOE_TOKEN_PANEL, count = moe_min(MOE_TOKEN_PANEL, l->tokens - first);
+    int32_t next[MOE_TOKEN_PANEL];
     sum_before(plan->token_offsets + first, count, 1);
     for (int64_t i = 0; i < count; i++) next[i] = plan->token_offsets[first + i] += c->s.panel_rows[panel];
     for (int64_t e = 0; e < l->experts; e++) {
         const uint64_t *words = moe_mask_words(&c->s, panel, e, l->experts);
-        int32_t row = SMOE_BLOCK_ROWS * plan->block_offsets[e] + c->s.panel_counts[panel * l->experts + e];
-        for (int w = 0; w < SMOE_PANEL_WORDS; w++) {
+        int32_t row = MOE_BLOCK_ROWS * plan->block_offsets[e] + c->s.panel_counts[panel * l->experts + e];
+        for (int w = 0; w < MOE_PANEL_WORDS; w++) {
             for (uint64_t word = words[w]; word; row++) {
                 const int64_t i = 64 * w + moe_next_bit(&word);
                 plan->row_token[row] = (int32_t)(first + i);
@@ -161,10 +161,10 @@ static void write_pads(const moe_plan_arrays *plan, int64_t first, int64_t end)
 void moe_write_pads(const moe_plan_arrays *plan, int64_t experts, int64_t padded_rows)
 {
     for (int64_t e = 0; e < experts; e++) {
-        const int64_t first = (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[e];
-        write_pads(plan, first + plan->counts[e], (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[e + 1]);
+        const int64_t first = (int64_t)MOE_BLOCK_ROWS * plan->block_offsets[e];
+        write_pads(plan, first + plan->counts[e], (int64_t)MOE_BLOCK_ROWS * plan->block_offsets[e + 1]);
     }
-    write_pads(plan, (int64_t)SMOE_BLOCK_ROWS * plan->block_offsets[experts], padded_rows);
+    write_pads(plan, (int64_t)MOE_BLOCK_ROWS * plan->block_offsets[experts], padded_rows);
 }
 
 /* smoe_plan may be called without smoe_route before it. */
@@ -212,7 +212,7 @@ static smoe_status plan_rows(const plan_call *c)
                                     moe_load_index(c->args->offsets, l->index_type, e));
     moe_place_experts(plan, l->experts);
     for (int64_t e = 0; e < l->experts; e++) {
-        const int32_t row = SMOE_BLOCK_ROWS * plan->block_offsets[e] - plan->offsets[e];
+        const int32_t row = MOE_BLOCK_ROWS * plan->block_offsets[e] - plan->offsets[e];
         for (int32_t t = plan->offsets[e]; t < plan->offsets[e + 1]; t++) {
             plan->row_token[row + t] = t;
             plan->row_weight[row + t] = c->args->row_weights ? c->args->row_weights[t] : 1.0f;

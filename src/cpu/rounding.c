@@ -33,13 +33,13 @@ static score_column column_of(const round_call *c, int64_t expert)
 {
     const int64_t experts = c->problem->layer.experts;
     return (score_column){c->s.keys + expert * c->s.key_stride, moe_mask_words(&c->s, 0, expert, experts),
-                          experts * SMOE_PANEL_WORDS, c->problem->layer.tokens};
+                          experts * MOE_PANEL_WORDS, c->problem->layer.tokens};
 }
 
 static uint64_t *word_at(const score_column *column, int64_t first_token)
 {
-    return column->words + first_token / SMOE_TOKEN_PANEL * column->word_stride +
-           first_token % SMOE_TOKEN_PANEL / 64;
+    return column->words + first_token / MOE_TOKEN_PANEL * column->word_stride +
+           first_token % MOE_TOKEN_PANEL / 64;
 }
 
 /* The number of tokens that top-K selected. */

@@ -21,17 +21,17 @@ static void panel_logits(const moe_problem *problem, const smoe_forward_args *ar
                          const moe_routing_scratch *s, int64_t panel, const float *weight, const float *bias)
 {
     const smoe_layer *l = &problem->layer;
-    const int64_t first = panel * SMOE_TOKEN_PANEL, count = moe_min(SMOE_TOKEN_PANEL, l->tokens - first);
+    const int64_t first = panel * MOE_TOKEN_PANEL, count = moe_min(MOE_TOKEN_PANEL, l->tokens - first);
     const int thread = omp_get_thread_num();
     const float *x = (const float *)args->x + first * l->hidden;
     if (l->dtype != SMOE_TYPE_F32) {
-        float *converted = s->thread_x + thread * SMOE_TOKEN_PANEL * l->hidden;
+        float *converted = s->thread_x + thread * MOE_TOKEN_PANEL * l->hidden;
         moe_load_row(converted, args->x, first * l->hidden, count * l->hidden, l->dtype);
         x = converted;
     }
     const int direct = l->logits_type == SMOE_TYPE_F32;
     float *logits = direct ? (float *)args->logits + first * l->experts
-                           : s->thread_logits + thread * SMOE_TOKEN_PANEL * l->experts;
+                           : s->thread_logits + thread * MOE_TOKEN_PANEL * l->experts;
     moe_sgemm(0, 1, count, l->experts, l->hidden, x, l->hidden, weight, l->hidden, 0.0f, logits, l->experts);
     if (bias) add_bias(logits, count, l->experts, bias);
     if (!direct) moe_store_row(args->logits, first * l->experts, logits, count * l->experts, l->logits_type);
@@ -41,7 +41,7 @@ static void compute_logits(const smoe_context *context, const moe_problem *probl
                            const smoe_forward_args *args, const moe_routing_scratch *s)
 {
     const smoe_layer *l = &problem->layer;
-    float bias[SMOE_MAX_EXPERTS];
+    float bias[MOE_MAX_EXPERTS];
     if (args->router_bias) moe_load_row(bias, args->router_bias, 0, l->experts, l->dtype);
     const float *weight = args->router_weight;
     if (l->dtype != SMOE_TYPE_F32) {
@@ -60,7 +60,7 @@ static void compute_logits(const smoe_context *context, const moe_problem *probl
 /* The K best experts so far, by descending key; equal keys by ascending expert. */
 typedef struct best_experts {
     int64_t filled;
-    uint32_t keys[SMOE_MAX_TOPK];
+    uint32_t keys[MOE_MAX_TOPK];
     int32_t *ids; /* (K) */
 } best_experts;
 
@@ -96,7 +96,7 @@ static float group_score(const uint32_t *keys, int64_t size)
 static void offer_groups(best_experts *best, const smoe_layer *l, const uint32_t *keys)
 {
     const int64_t size = l->experts / l->groups;
-    uint32_t group_keys[SMOE_MAX_EXPERTS / 2];
+    uint32_t group_keys[MOE_MAX_EXPERTS / 2];
     for (int64_t g = 0; g < l->groups; g++) group_keys[g] = moe_rank_key(group_score(keys + g * size, size));
     for (int64_t g = 0; g < l->groups; g++) {
         int64_t better = 0;
@@ -108,9 +108,9 @@ static void offer_groups(best_experts *best, const smoe_layer *l, const uint32_t
 
 /* What one thread needs for its current token. */
 typedef struct token_work {
-    float logits[SMOE_MAX_EXPERTS];
-    float scores[SMOE_MAX_EXPERTS]; /* p, or the selection score of a curve */
-    uint32_t keys[SMOE_MAX_EXPERTS];
+    float logits[MOE_MAX_EXPERTS];
+    float scores[MOE_MAX_EXPERTS]; /* p, or the selection score of a curve */
+    uint32_t keys[MOE_MAX_EXPERTS];
 } token_work;
 
 typedef struct route_call {
@@ -169,7 +169,7 @@ static void route_token(const route_call *c, token_work *w, int64_t panel, int64
     moe_kept_weights(l, logits, max, sum, ids, weights);
     for (int64_t k = 0; k < l->topk; k++) weights[k] = moe_mul(weights[k], l->route_scale);
 
-    const int64_t in_panel = t % SMOE_TOKEN_PANEL;
+    const int64_t in_panel = t % MOE_TOKEN_PANEL;
     for (int64_t k = 0; k < l->topk; k++) {
         moe_mask_words(&c->s, panel, ids[k], experts)[in_panel / 64] |= UINT64_C(1) << in_panel % 64;
         c->s.panel_counts[panel * experts + ids[k]] += counted;
@@ -184,14 +184,13 @@ static void route_token(const route_call *c, token_work *w, int64_t panel, int64
 static void route_panel(const route_call *c, int64_t panel)
 {
     const int64_t tokens = c->problem->layer.tokens, experts = c->problem->layer.experts;
-    memset(moe_mask_words(&c->s, panel, 0, experts), 0,
-           sizeof(uint64_t) * SMOE_PANEL_WORDS * (size_t)experts);
+    memset(moe_mask_words(&c->s, panel, 0, experts), 0, sizeof(uint64_t) * MOE_PANEL_WORDS * (size_t)experts);
     memset(c->s.panel_counts + panel * experts, 0, sizeof(int32_t) * (size_t)experts);
     memset(c->s.panel_probability + panel * experts, 0, sizeof(double) * (size_t)experts);
     c->s.panel_z[panel] = 0.0;
     token_work work;
-    const int64_t end = moe_min(tokens, (panel + 1) * SMOE_TOKEN_PANEL);
-    for (int64_t t = panel * SMOE_TOKEN_PANEL; t < end; t++) route_token(c, &work, panel, t);
+    const int64_t end = moe_min(tokens, (panel + 1) * MOE_TOKEN_PANEL);
+    for (int64_t t = panel * MOE_TOKEN_PANEL; t < end; t++) route_token(c, &work, panel, t);
 }
 
 /* Counts of plain top-K, and the losses, as sums over the panels in order. Each counted token has K pairs. */

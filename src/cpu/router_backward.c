@@ -43,11 +43,11 @@ typedef struct gradient_call {
 
 /* The current token. */
 typedef struct token_work {
-    float logits[SMOE_MAX_EXPERTS];
-    float p[SMOE_MAX_EXPERTS];
-    float v[SMOE_MAX_EXPERTS];    /* dL/dp */
-    float kept[SMOE_MAX_TOPK];    /* c dS by k, 0 for dropped pairs */
-    float weights[SMOE_MAX_TOPK]; /* w by k */
+    float logits[MOE_MAX_EXPERTS];
+    float p[MOE_MAX_EXPERTS];
+    float v[MOE_MAX_EXPERTS];    /* dL/dp */
+    float kept[MOE_MAX_TOPK];    /* c dS by k, 0 for dropped pairs */
+    float weights[MOE_MAX_TOPK]; /* w by k */
     int kept_rows;
     int added_rows;
 } token_work;
@@ -73,7 +73,7 @@ static void gather_rows(const gradient_call *c, const int32_t *ids, int64_t t, t
     int64_t expert = 0;
     for (int32_t i = plan->token_offsets[t]; i < plan->token_offsets[t + 1]; i++) {
         const int32_t row = plan->token_rows[i];
-        while (row >= SMOE_BLOCK_ROWS * plan->block_offsets[expert + 1]) expert++;
+        while (row >= MOE_BLOCK_ROWS * plan->block_offsets[expert + 1]) expert++;
         const float g = moe_mul(l->route_scale, c->ds[row]);
         const int64_t k = find_k(ids, l->topk, expert);
         if (k < l->topk) {
@@ -223,7 +223,7 @@ static void token_dlogits(const gradient_call *c, int64_t t, token_work *w, floa
 static void panel_dlogits(const gradient_call *c, int64_t panel)
 {
     const smoe_layer *l = &c->problem->layer;
-    const int64_t first = panel * SMOE_TOKEN_PANEL, count = moe_min(SMOE_TOKEN_PANEL, l->tokens - first);
+    const int64_t first = panel * MOE_TOKEN_PANEL, count = moe_min(MOE_TOKEN_PANEL, l->tokens - first);
     float *out = c->dlogits + first * l->experts;
     token_work work;
     void (*const each)(const gradient_call *c, int64_t t, token_work *w, float *out) =
@@ -253,10 +253,10 @@ static void weight_columns(const gradient_call *c, int64_t first, int64_t count)
         moe_sgemm(1, 0, experts, count, l->tokens, c->dlogits, experts, (const float *)c->args->x + first,
                   hidden, 0.0f, w, count);
     } else {
-        float *x = c->thread_x + thread * SMOE_TOKEN_PANEL * COLUMNS;            /* (256, count) */
+        float *x = c->thread_x + thread * MOE_TOKEN_PANEL * COLUMNS;             /* (256, count) */
         if (l->tokens == 0) memset(w, 0, (size_t)(experts * count) * sizeof *w); /* a rank without tokens */
-        for (int64_t t = 0; t < l->tokens; t += SMOE_TOKEN_PANEL) {
-            const int64_t tokens = moe_min(SMOE_TOKEN_PANEL, l->tokens - t);
+        for (int64_t t = 0; t < l->tokens; t += MOE_TOKEN_PANEL) {
+            const int64_t tokens = moe_min(MOE_TOKEN_PANEL, l->tokens - t);
             for (int64_t i = 0; i < tokens; i++)
                 moe_load_row(x + i * count, c->args->x, (t + i) * hidden + first, count, l->dtype);
             moe_sgemm(1, 0, experts, count, tokens, c->dlogits + t * experts, experts, x, count,
@@ -291,7 +291,7 @@ static gradient_call call_at(const smoe_context *context, const moe_problem *pro
     const int64_t threads = context->threads;
     const uint64_t w = moe_align_up((uint64_t)(4 * threads * l->experts * COLUMNS));
     const uint64_t x =
-        moe_align_up((uint64_t)(l->dtype == SMOE_TYPE_F32 ? 0 : 4 * threads * SMOE_TOKEN_PANEL * COLUMNS));
+        moe_align_up((uint64_t)(l->dtype == SMOE_TYPE_F32 ? 0 : 4 * threads * MOE_TOKEN_PANEL * COLUMNS));
     gradient_call c = {.problem = problem};
     if (scratch) c.thread_w = (float *)(void *)scratch;
     if (scratch) c.thread_x = (float *)(void *)(scratch + w);
@@ -322,7 +322,7 @@ void moe_cpu_router_backward(smoe_context *context, const moe_problem *problem,
     call.tokens = (float)moe_counted_tokens(l, plan->topk_counts);
     moe_stage_begin(context, SMOE_STAGE_ROUTER_BWD, stream);
 #pragma omp parallel for schedule(dynamic) num_threads(context->threads)
-    for (int64_t panel = 0; panel < (l->tokens + SMOE_TOKEN_PANEL - 1) / SMOE_TOKEN_PANEL; panel++)
+    for (int64_t panel = 0; panel < (l->tokens + MOE_TOKEN_PANEL - 1) / MOE_TOKEN_PANEL; panel++)
         panel_dlogits(&call, panel);
     moe_blas_enter();
 #pragma omp parallel for schedule(dynamic) num_threads(context->threads)

@@ -4,7 +4,7 @@
 
 #include <assert.h>
 
-static_assert((int64_t)SMOE_MAX_EXPERTS * 65536 <= INT32_MAX, "halves of a softmax sum stay below 2^31");
+static_assert((int64_t)MOE_MAX_EXPERTS * 65536 <= INT32_MAX, "halves of a softmax sum stay below 2^31");
 
 /* The next `bytes` of the scratch; NULL for none. Without a scratch it only counts. */
 static void *take(moe_routing_scratch *s, char *scratch, int64_t bytes)
@@ -19,7 +19,7 @@ moe_routing_scratch moe_routing_scratch_at(const smoe_context *context, const mo
 {
     const smoe_layer *l = &problem->layer;
     moe_routing_scratch s = {0};
-    s.panels = (l->tokens + SMOE_TOKEN_PANEL - 1) / SMOE_TOKEN_PANEL;
+    s.panels = (l->tokens + MOE_TOKEN_PANEL - 1) / MOE_TOKEN_PANEL;
     if (s.panels == 0) s.panels = 1; /* a rank without tokens; the panel is empty */
     /* The distance between columns is a cache line modulo 4 KiB. So the keys of one token, which are in
      * different columns, fall into different cache sets. */
@@ -27,7 +27,7 @@ moe_routing_scratch moe_routing_scratch_at(const smoe_context *context, const mo
     const int64_t cells = s.panels * l->experts;
     s.targets = take(&s, scratch, 4 * l->experts);
     if (l->entry == SMOE_ENTRY_FROM_ROWS) return s;
-    s.mask = take(&s, scratch, 8 * SMOE_PANEL_WORDS * cells);
+    s.mask = take(&s, scratch, 8 * MOE_PANEL_WORDS * cells);
     s.panel_counts = take(&s, scratch, 4 * cells);
     s.panel_rows = take(&s, scratch, 4 * s.panels);
     if (l->entry == SMOE_ENTRY_FROM_TOPK) return s;
@@ -37,7 +37,7 @@ moe_routing_scratch moe_routing_scratch_at(const smoe_context *context, const mo
     s.token_sum = take(&s, scratch, rounded ? 4 * l->tokens : 0);
     s.panel_probability = take(&s, scratch, 8 * cells);
     s.panel_z = take(&s, scratch, 8 * s.panels);
-    const int64_t panels_at_once = 4 * SMOE_TOKEN_PANEL * context->threads;
+    const int64_t panels_at_once = 4 * MOE_TOKEN_PANEL * context->threads;
     const int f32_router = l->dtype == SMOE_TYPE_F32;
     s.router_weight = take(&s, scratch, f32_router ? 0 : 4 * l->experts * l->hidden);
     s.thread_x = take(&s, scratch, f32_router ? 0 : panels_at_once * l->hidden);

@@ -10,7 +10,7 @@
 #include "cpu.h"
 #include "rank.h"
 
-enum { SMOE_TOKEN_PANEL = 256, SMOE_PANEL_WORDS = SMOE_TOKEN_PANEL / 64 };
+enum { MOE_TOKEN_PANEL = 256, MOE_PANEL_WORDS = MOE_TOKEN_PANEL / 64 };
 
 /* P is the number of panels. Parts that a layer does not need are NULL. */
 typedef struct moe_routing_scratch {
@@ -38,7 +38,7 @@ moe_routing_scratch moe_routing_scratch_at(const smoe_context *context, const mo
 static inline uint64_t *moe_mask_words(const moe_routing_scratch *s, int64_t panel, int64_t expert,
                                        int64_t experts)
 {
-    return s->mask + (panel * experts + expert) * SMOE_PANEL_WORDS;
+    return s->mask + (panel * experts + expert) * MOE_PANEL_WORDS;
 }
 
 /* Is token t in the losses and in topk_counts? */

@@ -33,7 +33,7 @@ static void multiply(const moe_cpu_pass *pass, const smoe_forward_args *args, co
     const moe_problem *p = pass->problem;
     const int64_t d = p->layer.hidden, first_row = panel->expert * p->h_width;
     for (int64_t j = 0, next; j < p->h_width; j = next) {
-        next = moe_min(j + SMOE_PANEL_FEATURES, moe_w1_run_end(p, j));
+        next = moe_min(j + MOE_PANEL_FEATURES, moe_w1_run_end(p, j));
         int64_t ld;
         const float *w1 = moe_weights_f32(at->weights, args->w1, (first_row + moe_w1_row(p, j)) * d, next - j,
                                           moe_w1_step(p) * d, d, p->layer.dtype, &ld);

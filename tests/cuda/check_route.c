@@ -119,7 +119,7 @@ static void run_device(route_case *c, const moe_launch *on)
                      scratch = gpu_alloc(moe_cuda_lay_out_routing(on->device, p).bytes);
     const gpu_buffer losses = gpu_alloc(sizeof c->losses), list_counts = gpu_alloc(16);
     const gpu_buffer tiles = gpu_alloc(
-        sizeof(moe_work) * (size_t)moe_work_bound(p->padded_rows, c->layer.experts, SMOE_TILE_BLOCKS));
+        sizeof(moe_work) * (size_t)moe_work_bound(p->padded_rows, c->layer.experts, MOE_TILE_BLOCKS));
     const gpu_buffer pieces =
         gpu_alloc(sizeof(moe_work) * (size_t)moe_work_bound(p->padded_rows, c->layer.experts, limit));
     const gpu_buffer logits = gpu_copy(c->logits, logits_bytes(&c->layer));
@@ -186,7 +186,7 @@ static void check_list(const route_case *c, const char *what, const moe_work *li
     for (int32_t i = 0; i < count; i++) {
         while (expert < c->layer.experts && block >= c->cpu_plan.block_offsets[expert + 1]) expert++;
         const int32_t blocks = moe_work_blocks(list[i]);
-        if (list[i].row != block * SMOE_BLOCK_ROWS || moe_work_expert(list[i]) != expert || blocks < 1 ||
+        if (list[i].row != block * MOE_BLOCK_ROWS || moe_work_expert(list[i]) != expert || blocks < 1 ||
             blocks > limit || block + blocks > c->cpu_plan.block_offsets[expert + 1]) {
             say(c, what);
             return;
@@ -218,7 +218,7 @@ static void compare(route_case *c)
     same = same && same_words(c, "token_offsets", x->token_offsets, y->token_offsets, tokens + 1, 0);
     same = same && same_words(c, "token_rows", x->token_rows, y->token_rows, x->token_offsets[tokens], 0);
     if (same) {
-        check_list(c, "tiles", c->tiles, c->list_counts[0], SMOE_TILE_BLOCKS);
+        check_list(c, "tiles", c->tiles, c->list_counts[0], MOE_TILE_BLOCKS);
         check_list(c, "pieces", c->pieces, c->list_counts[1],
                    moe_piece_limit(c->problem.rows, c->layer.experts));
     }

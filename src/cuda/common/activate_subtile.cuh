@@ -9,12 +9,11 @@ namespace moe
 
 // All subtiles share the swizzle, so 16 bytes at the same offset hold the same features of the same row.
 template <typename T, int KIND>
-SMOE_DEVICE void activate_subtile(const moe_gate_values &v, uint32_t gate, uint32_t up, uint32_t out,
-                                  int lane)
+MOE_DEVICE void activate_subtile(const moe_gate_values &v, uint32_t gate, uint32_t up, uint32_t out, int lane)
 {
     constexpr bool GATED = activation<T, KIND>::GATED;
 #pragma unroll 4
-    for (int i = lane; i < SMOE_SUBTILE_BYTES / 16; i += 32) {
+    for (int i = lane; i < MOE_SUBTILE_BYTES / 16; i += 32) {
         const uint4 g = load_shared16(gate + i * 16);
         const uint4 u = GATED ? load_shared16(up + i * 16) : g;
         const uint4 a = {activate_pair<T, KIND>(g.x, u.x, v), activate_pair<T, KIND>(g.y, u.y, v),
@@ -24,14 +23,14 @@ SMOE_DEVICE void activate_subtile(const moe_gate_values &v, uint32_t gate, uint3
 }
 
 template <typename T>
-SMOE_DEVICE void activate_subtile(smoe_activation kind, const moe_gate_values &v, uint32_t gate, uint32_t up,
-                                  uint32_t out, int lane)
+MOE_DEVICE void activate_subtile(smoe_activation kind, const moe_gate_values &v, uint32_t gate, uint32_t up,
+                                 uint32_t out, int lane)
 {
     switch (kind) {
-#define SMOE_SUBTILE(enumerator, name, shape, curve)                                                         \
+#define MOE_SUBTILE(enumerator, name, shape, curve)                                                          \
     case enumerator: return activate_subtile<T, enumerator>(v, gate, up, out, lane);
-        MOE_ACTIVATIONS(SMOE_SUBTILE)
-#undef SMOE_SUBTILE
+        MOE_ACTIVATIONS(MOE_SUBTILE)
+#undef MOE_SUBTILE
     }
     __builtin_unreachable(); // the host refuses other values
 }

@@ -12,27 +12,27 @@ namespace moe
 // ---- Values
 
 // bf16: the error of tanh.approx (2^-11), halved, is below the rounding of A. fp16 needs a smaller error.
-template <typename T> SMOE_DEVICE float sigmoid(float x);
+template <typename T> MOE_DEVICE float sigmoid(float x);
 
-template <> SMOE_DEVICE float sigmoid<__nv_bfloat16>(float x)
+template <> MOE_DEVICE float sigmoid<__nv_bfloat16>(float x)
 {
     float t;
     asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(0.5f * x));
     return fmaf(0.5f, t, 0.5f);
 }
 
-template <> SMOE_DEVICE float sigmoid<__half>(float x)
+template <> MOE_DEVICE float sigmoid<__half>(float x)
 {
     return __fdividef(1.0f, 1.0f + __expf(-x));
 }
 
 // x sigmoid(x); bf16: x/2 + x/2 tanh(x/2), one product less
-template <typename T> SMOE_DEVICE float silu(float x)
+template <typename T> MOE_DEVICE float silu(float x)
 {
     return x * sigmoid<T>(x);
 }
 
-template <> SMOE_DEVICE float silu<__nv_bfloat16>(float x)
+template <> MOE_DEVICE float silu<__nv_bfloat16>(float x)
 {
     const float h = 0.5f * x;
     float t;
@@ -40,23 +40,23 @@ template <> SMOE_DEVICE float silu<__nv_bfloat16>(float x)
     return fmaf(h, t, h);
 }
 
-template <typename T> SMOE_DEVICE float gelu(float x)
+template <typename T> MOE_DEVICE float gelu(float x)
 {
     return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
 }
 
 // x/2 (1 + tanh(u)) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
-template <typename T> SMOE_DEVICE float gelu_tanh(float x)
+template <typename T> MOE_DEVICE float gelu_tanh(float x)
 {
     return x * sigmoid<T>(1.5957691216057308f * fmaf(0.044715f * x * x, x, x));
 }
 
-template <typename T> SMOE_DEVICE float relu(float x)
+template <typename T> MOE_DEVICE float relu(float x)
 {
     return x < 0.0f ? 0.0f : x;
 }
 
-template <typename T> SMOE_DEVICE float relu_squared(float x)
+template <typename T> MOE_DEVICE float relu_squared(float x)
 {
     return x < 0.0f ? 0.0f : x * x;
 }
@@ -68,9 +68,9 @@ struct curve {
 };
 
 // s = sigmoid(k g): value g s, slope s + k g s (1 - s)
-template <typename T> SMOE_DEVICE curve sigmoid_curve(float g, float k);
+template <typename T> MOE_DEVICE curve sigmoid_curve(float g, float k);
 
-template <> SMOE_DEVICE curve sigmoid_curve<__nv_bfloat16>(float g, float k)
+template <> MOE_DEVICE curve sigmoid_curve<__nv_bfloat16>(float g, float k)
 {
     const float half = 0.5f * g;
     float t;
@@ -79,18 +79,18 @@ template <> SMOE_DEVICE curve sigmoid_curve<__nv_bfloat16>(float g, float k)
     return {value, fmaf(k * value, rest, s)};
 }
 
-template <> SMOE_DEVICE curve sigmoid_curve<__half>(float g, float k)
+template <> MOE_DEVICE curve sigmoid_curve<__half>(float g, float k)
 {
     const float s = __fdividef(1.0f, 1.0f + __expf(-k * g)), value = g * s;
     return {value, fmaf(k * value, 1.0f - s, s)};
 }
 
-template <typename T> SMOE_DEVICE curve silu_curve(float g)
+template <typename T> MOE_DEVICE curve silu_curve(float g)
 {
     return sigmoid_curve<T>(g, 1.0f);
 }
 
-template <typename T> SMOE_DEVICE curve gelu_curve(float g)
+template <typename T> MOE_DEVICE curve gelu_curve(float g)
 {
     const float phi = 0.5f * (1.0f + erff(g * 0.70710678118654752f));
     const float bell = fabsf(g) > 20.0f ? 0.0f : g * 0.39894228040143268f * __expf(-0.5f * g * g);
@@ -98,7 +98,7 @@ template <typename T> SMOE_DEVICE curve gelu_curve(float g)
 }
 
 // x sigmoid(v), v = 2 sqrt(2/pi) (x + 0.044715 x^3); past 16 the sigmoid is 0 or 1
-template <typename T> SMOE_DEVICE curve gelu_tanh_curve(float g)
+template <typename T> MOE_DEVICE curve gelu_tanh_curve(float g)
 {
     const float z = g > 16.0f ? 16.0f : g < -16.0f ? -16.0f : g, square = z * z;
     const float s = sigmoid<T>(1.5957691216057308f * fmaf(0.044715f * square, z, z));
@@ -106,12 +106,12 @@ template <typename T> SMOE_DEVICE curve gelu_tanh_curve(float g)
     return {g * s, s * fmaf(z * inner, 1.0f - s, 1.0f)};
 }
 
-template <typename T> SMOE_DEVICE curve relu_curve(float g)
+template <typename T> MOE_DEVICE curve relu_curve(float g)
 {
     return {g <= 0.0f ? 0.0f : g, g <= 0.0f ? 0.0f : 1.0f};
 }
 
-template <typename T> SMOE_DEVICE curve relu_squared_curve(float g)
+template <typename T> MOE_DEVICE curve relu_squared_curve(float g)
 {
     const float positive = g <= 0.0f ? 0.0f : g;
     return {positive * positive, 2.0f * positive};
@@ -119,46 +119,46 @@ template <typename T> SMOE_DEVICE curve relu_squared_curve(float g)
 
 // ---- Curves with values of the layer
 
-template <typename T> SMOE_DEVICE float hyperbolic(float x);
+template <typename T> MOE_DEVICE float hyperbolic(float x);
 
-template <> SMOE_DEVICE float hyperbolic<__nv_bfloat16>(float x)
+template <> MOE_DEVICE float hyperbolic<__nv_bfloat16>(float x)
 {
     float t;
     asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(x));
     return t;
 }
 
-template <> SMOE_DEVICE float hyperbolic<__half>(float x)
+template <> MOE_DEVICE float hyperbolic<__half>(float x)
 {
     return tanhf(x);
 }
 
 // limit tanh(x/limit)
-template <typename T> SMOE_DEVICE curve capped(float x, float limit)
+template <typename T> MOE_DEVICE curve capped(float x, float limit)
 {
     const float t = hyperbolic<T>(x * __fdividef(1.0f, limit));
     return {limit * t, fmaf(-t, t, 1.0f)};
 }
 
-template <typename T> SMOE_DEVICE float swish_clamped(float g, const moe_gate_values &v)
+template <typename T> MOE_DEVICE float swish_clamped(float g, const moe_gate_values &v)
 {
     const float x = g > v.gate_limit ? v.gate_limit : g;
     return x * sigmoid<T>(v.alpha * x);
 }
 
-template <typename T> SMOE_DEVICE curve swish_clamped_curve(float g, const moe_gate_values &v)
+template <typename T> MOE_DEVICE curve swish_clamped_curve(float g, const moe_gate_values &v)
 {
     const bool beyond = g > v.gate_limit;
     const curve c = sigmoid_curve<T>(beyond ? v.gate_limit : g, v.alpha);
     return {c.value, beyond ? 0.0f : c.slope};
 }
 
-template <typename T> SMOE_DEVICE float swish_capped(float g, const moe_gate_values &v)
+template <typename T> MOE_DEVICE float swish_capped(float g, const moe_gate_values &v)
 {
     return capped<T>(g, v.gate_limit).value * sigmoid<T>(v.alpha * g);
 }
 
-template <typename T> SMOE_DEVICE curve swish_capped_curve(float g, const moe_gate_values &v)
+template <typename T> MOE_DEVICE curve swish_capped_curve(float g, const moe_gate_values &v)
 {
     const curve c = capped<T>(g, v.gate_limit);
     const float s = sigmoid<T>(v.alpha * g);
@@ -166,27 +166,27 @@ template <typename T> SMOE_DEVICE curve swish_capped_curve(float g, const moe_ga
 }
 
 // The other curves take no values.
-#define SMOE_WITHOUT_VALUES(function)                                                                        \
-    template <typename T> SMOE_DEVICE float function(float g, const moe_gate_values &)                       \
+#define MOE_WITHOUT_VALUES(function)                                                                         \
+    template <typename T> MOE_DEVICE float function(float g, const moe_gate_values &)                        \
     {                                                                                                        \
         return function<T>(g);                                                                               \
     }                                                                                                        \
-    template <typename T> SMOE_DEVICE curve function##_curve(float g, const moe_gate_values &)               \
+    template <typename T> MOE_DEVICE curve function##_curve(float g, const moe_gate_values &)                \
     {                                                                                                        \
         return function##_curve<T>(g);                                                                       \
     }
-SMOE_WITHOUT_VALUES(silu)
-SMOE_WITHOUT_VALUES(gelu)
-SMOE_WITHOUT_VALUES(gelu_tanh)
-SMOE_WITHOUT_VALUES(relu)
-SMOE_WITHOUT_VALUES(relu_squared)
-#undef SMOE_WITHOUT_VALUES
+MOE_WITHOUT_VALUES(silu)
+MOE_WITHOUT_VALUES(gelu)
+MOE_WITHOUT_VALUES(gelu_tanh)
+MOE_WITHOUT_VALUES(relu)
+MOE_WITHOUT_VALUES(relu_squared)
+#undef MOE_WITHOUT_VALUES
 
 // ---- Shapes: what multiplies the gate's curve, as a function of u
 
 template <typename T> struct plain_shape {
     static constexpr bool GATED = false;
-    static SMOE_DEVICE curve up(float, const moe_gate_values &)
+    static MOE_DEVICE curve up(float, const moe_gate_values &)
     {
         return {1.0f, 0.0f};
     }
@@ -194,7 +194,7 @@ template <typename T> struct plain_shape {
 
 template <typename T> struct gated_shape {
     static constexpr bool GATED = true;
-    static SMOE_DEVICE curve up(float u, const moe_gate_values &)
+    static MOE_DEVICE curve up(float u, const moe_gate_values &)
     {
         return {u, 1.0f};
     }
@@ -202,7 +202,7 @@ template <typename T> struct gated_shape {
 
 template <typename T> struct clamped_shape {
     static constexpr bool GATED = true;
-    static SMOE_DEVICE curve up(float u, const moe_gate_values &v)
+    static MOE_DEVICE curve up(float u, const moe_gate_values &v)
     {
         const float limit = v.up_limit;
         return {(u > limit    ? limit
@@ -215,7 +215,7 @@ template <typename T> struct clamped_shape {
 
 template <typename T> struct capped_shape {
     static constexpr bool GATED = true;
-    static SMOE_DEVICE curve up(float u, const moe_gate_values &v)
+    static MOE_DEVICE curve up(float u, const moe_gate_values &v)
     {
         const curve c = capped<T>(u, v.up_limit);
         return {c.value + v.offset, c.slope};
@@ -226,21 +226,21 @@ template <typename T> struct capped_shape {
 
 template <typename T, int KIND> struct activation;
 
-#define SMOE_DEFINE(enumerator, name, shape, function)                                                       \
+#define MOE_DEFINE(enumerator, name, shape, function)                                                        \
     template <typename T> struct activation<T, enumerator> : shape##_shape<T> {                              \
-        static SMOE_DEVICE float value(float g, const moe_gate_values &v)                                    \
+        static MOE_DEVICE float value(float g, const moe_gate_values &v)                                     \
         {                                                                                                    \
             return function<T>(g, v);                                                                        \
         }                                                                                                    \
-        static SMOE_DEVICE curve value_and_slope(float g, const moe_gate_values &v)                          \
+        static MOE_DEVICE curve value_and_slope(float g, const moe_gate_values &v)                           \
         {                                                                                                    \
             return function##_curve<T>(g, v);                                                                \
         }                                                                                                    \
     };
-MOE_ACTIVATIONS(SMOE_DEFINE)
-#undef SMOE_DEFINE
+MOE_ACTIVATIONS(MOE_DEFINE)
+#undef MOE_DEFINE
 
-template <typename T, int KIND> SMOE_DEVICE float activate(float g, float u, const moe_gate_values &v)
+template <typename T, int KIND> MOE_DEVICE float activate(float g, float u, const moe_gate_values &v)
 {
     using A = activation<T, KIND>;
     return A::value(g, v) * A::up(u, v).value;
@@ -249,7 +249,7 @@ template <typename T, int KIND> SMOE_DEVICE float activate(float g, float u, con
 // ---- The forward, two elements at a time
 
 template <typename T, int KIND>
-SMOE_DEVICE uint32_t activate_pair(uint32_t g, uint32_t u, const moe_gate_values &v)
+MOE_DEVICE uint32_t activate_pair(uint32_t g, uint32_t u, const moe_gate_values &v)
 {
     using S = storage<T>;
     return S::pack(activate<T, KIND>(S::low(g), S::low(u), v), activate<T, KIND>(S::high(g), S::high(u), v));

@@ -12,8 +12,8 @@ struct gradient {
 
 // x: dA' divided by a scale; y_weight: s times that scale; ds: dS divided by that scale.
 template <typename T, int KIND>
-SMOE_DEVICE gradient differentiate(float g, float u, const moe_gate_values &v, float x, float weight,
-                                   float y_weight, float &ds)
+MOE_DEVICE gradient differentiate(float g, float u, const moe_gate_values &v, float x, float weight,
+                                  float y_weight, float &ds)
 {
     using A = activation<T, KIND>;
     const curve c = A::value_and_slope(g, v), w = A::up(u, v);
@@ -24,9 +24,8 @@ SMOE_DEVICE gradient differentiate(float g, float u, const moe_gate_values &v, f
 
 // Two elements: in, pairs of H and of dA' (fp16 for every T); out, pairs of dH and A'.
 template <typename T, int KIND>
-SMOE_DEVICE void differentiate_pair(uint32_t g, uint32_t u, const moe_gate_values &v, uint32_t x,
-                                    float weight, float y_weight, float &ds, uint32_t &gate, uint32_t &up,
-                                    uint32_t &scaled)
+MOE_DEVICE void differentiate_pair(uint32_t g, uint32_t u, const moe_gate_values &v, uint32_t x, float weight,
+                                   float y_weight, float &ds, uint32_t &gate, uint32_t &up, uint32_t &scaled)
 {
     using S = storage<T>;
     using D = storage<__half>;

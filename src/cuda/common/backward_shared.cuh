@@ -6,7 +6,7 @@ namespace moe
 {
 
 // dS of a row: the sum of its parts (parts, padded_rows) in order. Four loads are in flight at a time.
-SMOE_DEVICE float sum_of_parts(const float *partial, int parts, int64_t padded_rows, int64_t row)
+MOE_DEVICE float sum_of_parts(const float *partial, int parts, int64_t padded_rows, int64_t row)
 {
     const float *at = partial + row;
     float sum = *at;
@@ -24,17 +24,17 @@ SMOE_DEVICE float sum_of_parts(const float *partial, int parts, int64_t padded_r
 }
 
 // A gradient is written or added to.
-template <typename G> SMOE_DEVICE void give(G *to, float sum, bool accumulate);
+template <typename G> MOE_DEVICE void give(G *to, float sum, bool accumulate);
 
-template <> SMOE_DEVICE void give(float *to, float sum, bool accumulate)
+template <> MOE_DEVICE void give(float *to, float sum, bool accumulate)
 {
     *to = accumulate ? *to + sum : sum;
 }
-template <> SMOE_DEVICE void give(__nv_bfloat16 *to, float sum, bool accumulate)
+template <> MOE_DEVICE void give(__nv_bfloat16 *to, float sum, bool accumulate)
 {
     *to = __float2bfloat16_rn(accumulate ? __bfloat162float(*to) + sum : sum);
 }
-template <> SMOE_DEVICE void give(__half *to, float sum, bool accumulate)
+template <> MOE_DEVICE void give(__half *to, float sum, bool accumulate)
 {
     *to = __float2half_rn(accumulate ? __half2float(*to) + sum : sum);
 }

@@ -6,9 +6,9 @@
 #include <stdint.h>
 
 #ifdef __CUDACC__
-#define SMOE_HD static __host__ __device__ __forceinline__
+#define MOE_HD static __host__ __device__ __forceinline__
 #else
-#define SMOE_HD static inline
+#define MOE_HD static inline
 #endif
 
 #endif

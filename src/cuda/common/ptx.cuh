@@ -3,52 +3,52 @@
 #pragma once
 #include <cstdint>
 
-#define SMOE_DEVICE __device__ __forceinline__
+#define MOE_DEVICE __device__ __forceinline__
 
 namespace moe
 {
 
-SMOE_DEVICE uint32_t shared_address(const void *pointer)
+MOE_DEVICE uint32_t shared_address(const void *pointer)
 {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
 // The warp's number, known to the compiler to be the same in all its lanes.
-SMOE_DEVICE int warp_number()
+MOE_DEVICE int warp_number()
 {
     return __shfl_sync(~0u, (int)(threadIdx.x >> 5), 0);
 }
 
 // A CTA of 384 threads has 384 x 168 registers. This divides them again among its three warpgroups; every
 // warp of a group executes it. The registers of a thread of each group add up to 504 at most.
-template <int REGISTERS> SMOE_DEVICE void take_registers()
+template <int REGISTERS> MOE_DEVICE void take_registers()
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-template <int REGISTERS> SMOE_DEVICE void give_registers()
+template <int REGISTERS> MOE_DEVICE void give_registers()
 {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
 // What ordinary stores and cp.async wrote to shared memory becomes visible to wgmma and TMA.
-SMOE_DEVICE void fence_async_proxy()
+MOE_DEVICE void fence_async_proxy()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-SMOE_DEVICE void named_barrier_sync(int barrier, int threads)
+MOE_DEVICE void named_barrier_sync(int barrier, int threads)
 {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-SMOE_DEVICE void named_barrier_arrive(int barrier, int threads)
+MOE_DEVICE void named_barrier_arrive(int barrier, int threads)
 {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
-SMOE_DEVICE void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d)
+MOE_DEVICE void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a),
                  "r"(b), "r"(c), "r"(d)
@@ -56,7 +56,7 @@ SMOE_DEVICE void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32
 }
 
 // The same, each matrix transposed on its way.
-SMOE_DEVICE void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d)
+MOE_DEVICE void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                  "r"(a), "r"(b), "r"(c), "r"(d)
@@ -64,7 +64,7 @@ SMOE_DEVICE void store_matrices_transposed(uint32_t address, uint32_t a, uint32_
 }
 
 // The store: the lane's elements of the four matrices.
-SMOE_DEVICE void load_matrices(uint32_t (&m)[4], uint32_t address)
+MOE_DEVICE void load_matrices(uint32_t (&m)[4], uint32_t address)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -72,7 +72,7 @@ SMOE_DEVICE void load_matrices(uint32_t (&m)[4], uint32_t address)
                  : "memory");
 }
 
-SMOE_DEVICE void load_matrices_transposed(uint32_t (&m)[4], uint32_t address)
+MOE_DEVICE void load_matrices_transposed(uint32_t (&m)[4], uint32_t address)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -80,7 +80,7 @@ SMOE_DEVICE void load_matrices_transposed(uint32_t (&m)[4], uint32_t address)
                  : "memory");
 }
 
-SMOE_DEVICE uint4 load_shared16(uint32_t address)
+MOE_DEVICE uint4 load_shared16(uint32_t address)
 {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -90,7 +90,7 @@ SMOE_DEVICE uint4 load_shared16(uint32_t address)
     return v;
 }
 
-SMOE_DEVICE void store_shared16(uint32_t address, uint4 v)
+MOE_DEVICE void store_shared16(uint32_t address, uint4 v)
 {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
                  "r"(v.w)
@@ -98,14 +98,14 @@ SMOE_DEVICE void store_shared16(uint32_t address, uint4 v)
 }
 
 // 16 bytes from global to shared memory; bytes = 0 writes zeros. L2 may fetch the 256 bytes around them.
-SMOE_DEVICE void copy16_async(uint32_t to, const void *from, uint32_t bytes)
+MOE_DEVICE void copy16_async(uint32_t to, const void *from, uint32_t bytes)
 {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
 
 // 16 bytes, or zeros when `real` is 0. The test becomes the copy's predicate, without another instruction.
-SMOE_DEVICE void copy16_async_if(uint32_t real, uint32_t to, const void *from)
+MOE_DEVICE void copy16_async_if(uint32_t real, uint32_t to, const void *from)
 {
     asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %2, 0;\n"
                  "cp.async.cg.shared.global.L2::256B [%0], [%1], 16, p;\n}" ::"r"(to),
@@ -116,7 +116,7 @@ SMOE_DEVICE void copy16_async_if(uint32_t real, uint32_t to, const void *from)
 // The same without the hint to L2, for threads that read all 256 bytes with this copy and the next. With
 // sixteen threads for a row the hint brought nothing, and with n = 256 it made the backward up to 0.3 %
 // slower, after idling.
-SMOE_DEVICE void copy16_async_if_unhinted(uint32_t real, uint32_t to, const void *from)
+MOE_DEVICE void copy16_async_if_unhinted(uint32_t real, uint32_t to, const void *from)
 {
     asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %2, 0;\n"
                  "cp.async.cg.shared.global [%0], [%1], 16, p;\n}" ::"r"(to),
@@ -126,7 +126,7 @@ SMOE_DEVICE void copy16_async_if_unhinted(uint32_t real, uint32_t to, const void
 
 // Addresses of copies while a wgmma runs, by additions of 32 bits. ptxas would use IMAD.WIDE, which then
 // waits about 30 clocks for the register file.
-SMOE_DEVICE const char *advance_by_adds(const char *from, uint32_t bytes)
+MOE_DEVICE const char *advance_by_adds(const char *from, uint32_t bytes)
 {
     uint64_t to;
     asm("{\n.reg .u32 low, high;\nmov.b64 {low, high}, %1;\nadd.cc.u32 low, low, %2;\n"
@@ -137,41 +137,41 @@ SMOE_DEVICE const char *advance_by_adds(const char *from, uint32_t bytes)
 }
 
 // The address that another lane holds.
-SMOE_DEVICE const char *lane_address(const char *address, int lane)
+MOE_DEVICE const char *lane_address(const char *address, int lane)
 {
     return (const char *)__shfl_sync(~0u, (unsigned long long)address, lane);
 }
 
 // copy16_async without the hint to prefetch the neighbouring bytes into L2.
-SMOE_DEVICE void copy16_async_unhinted(uint32_t to, const void *from, uint32_t bytes)
+MOE_DEVICE void copy16_async_unhinted(uint32_t to, const void *from, uint32_t bytes)
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-SMOE_DEVICE void commit_copies()
+MOE_DEVICE void commit_copies()
 {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 // All but the newest PENDING groups of this thread's copies have landed.
-template <int PENDING> SMOE_DEVICE void wait_copies()
+template <int PENDING> MOE_DEVICE void wait_copies()
 {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-SMOE_DEVICE void wait_all_copies()
+MOE_DEVICE void wait_all_copies()
 {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-SMOE_DEVICE void store_shared_word(uint32_t address, uint32_t v)
+MOE_DEVICE void store_shared_word(uint32_t address, uint32_t v)
 {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
 // Two threads call this on the same word, which is zero before and after. True for the second one. The
 // second one sees the writes that the first one made before its call.
-SMOE_DEVICE bool second_of_two(uint32_t address)
+MOE_DEVICE bool second_of_two(uint32_t address)
 {
     uint32_t before;
     asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], 1;"
@@ -181,31 +181,31 @@ SMOE_DEVICE bool second_of_two(uint32_t address)
     return before == 1;
 }
 
-SMOE_DEVICE float load_shared_float(uint32_t address)
+MOE_DEVICE float load_shared_float(uint32_t address)
 {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
     return v;
 }
 
-SMOE_DEVICE void store_shared_float(uint32_t address, float v)
+MOE_DEVICE void store_shared_float(uint32_t address, float v)
 {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
-SMOE_DEVICE void store_shared_floats(uint32_t address, float a, float b)
+MOE_DEVICE void store_shared_floats(uint32_t address, float a, float b)
 {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 
-SMOE_DEVICE void store_global16(void *to, uint4 v)
+MOE_DEVICE void store_global16(void *to, uint4 v)
 {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
 
 // 16 bytes to global memory that this kernel will not read again.
-SMOE_DEVICE void store_streaming16_if(bool wanted, void *to, uint4 v)
+MOE_DEVICE void store_streaming16_if(bool wanted, void *to, uint4 v)
 {
     asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
                  "@p st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
@@ -214,7 +214,7 @@ SMOE_DEVICE void store_streaming16_if(bool wanted, void *to, uint4 v)
 }
 
 // 16 bytes of global memory, or zeros without a load when `real` is 0.
-SMOE_DEVICE uint4 load_global16_if(uint32_t real, const void *from)
+MOE_DEVICE uint4 load_global16_if(uint32_t real, const void *from)
 {
     uint4 v;
     asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
@@ -227,7 +227,7 @@ SMOE_DEVICE uint4 load_global16_if(uint32_t real, const void *from)
 }
 
 // The word at `from` if it is real, else `otherwise`. Nothing writes these words while the kernel runs.
-SMOE_DEVICE int load_word_if(bool real, const int *from, int otherwise)
+MOE_DEVICE int load_word_if(bool real, const int *from, int otherwise)
 {
     asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.global.nc.u32 %0, [%1];\n}"
                  : "+r"(otherwise)
@@ -235,13 +235,13 @@ SMOE_DEVICE int load_word_if(bool real, const int *from, int otherwise)
     return otherwise;
 }
 
-SMOE_DEVICE void prefetch_l2(const void *address)
+MOE_DEVICE void prefetch_l2(const void *address)
 {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
 // Sums of two pairs of bf16, each rounded. A NaN result is 0x7fff.
-SMOE_DEVICE uint32_t add_bf16_pairs(uint32_t a, uint32_t b)
+MOE_DEVICE uint32_t add_bf16_pairs(uint32_t a, uint32_t b)
 {
     uint32_t sum;
 #if __CUDA_ARCH__ >= 900
@@ -255,14 +255,14 @@ SMOE_DEVICE uint32_t add_bf16_pairs(uint32_t a, uint32_t b)
 }
 
 // The larger of two values, for each half of a word. NaN if one of the two is NaN.
-SMOE_DEVICE float larger_or_nan(float a, float b)
+MOE_DEVICE float larger_or_nan(float a, float b)
 {
     float larger;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
     return larger;
 }
 
-SMOE_DEVICE uint32_t larger_bf16_pairs(uint32_t a, uint32_t b)
+MOE_DEVICE uint32_t larger_bf16_pairs(uint32_t a, uint32_t b)
 {
     uint32_t larger; // NaN is 0x7fff
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
@@ -286,14 +286,14 @@ enum { SM_THREADS = 2048 };
 // Programmatic dependent launch. let_next_start: the next kernel's CTAs may start. wait_for_previous: returns
 // when all kernels before have finished and what they wrote can be read. Below 9.0 a kernel starts when the
 // one before it has ended (launch_early), so both do nothing.
-SMOE_DEVICE void let_next_start()
+MOE_DEVICE void let_next_start()
 {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-SMOE_DEVICE void wait_for_previous()
+MOE_DEVICE void wait_for_previous()
 {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

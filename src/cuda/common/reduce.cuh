@@ -7,7 +7,7 @@ namespace moe
 {
 
 // Over groups of `lanes` lanes, a power of two; all of them have the sum.
-template <typename V> SMOE_DEVICE V sum_of_lanes(V v, int lanes = 32)
+template <typename V> MOE_DEVICE V sum_of_lanes(V v, int lanes = 32)
 {
     for (int step = lanes / 2; step; step /= 2) v += __shfl_xor_sync(~0u, v, step);
     return v;
@@ -15,7 +15,7 @@ template <typename V> SMOE_DEVICE V sum_of_lanes(V v, int lanes = 32)
 
 // Over the CTA's WARPS warps; all threads get the sum. `memory`: one V for each warp; it may be used again
 // afterwards.
-template <int WARPS, typename V> SMOE_DEVICE V sum_of_threads(V v, V *memory)
+template <int WARPS, typename V> MOE_DEVICE V sum_of_threads(V v, V *memory)
 {
     v = sum_of_lanes(v);
     if ((threadIdx.x & 31) == 0) memory[threadIdx.x / 32] = v;
@@ -28,7 +28,7 @@ template <int WARPS, typename V> SMOE_DEVICE V sum_of_threads(V v, V *memory)
 
 // The same for 32-bit integers. Their sum does not depend on the order, so a warp adds them in one
 // instruction.
-template <int WARPS> SMOE_DEVICE uint32_t sum_of_threads(uint32_t v, uint32_t *memory)
+template <int WARPS> MOE_DEVICE uint32_t sum_of_threads(uint32_t v, uint32_t *memory)
 {
     v = __reduce_add_sync(~0u, v);
     if ((threadIdx.x & 31) == 0) memory[threadIdx.x / 32] = v;
@@ -40,7 +40,7 @@ template <int WARPS> SMOE_DEVICE uint32_t sum_of_threads(uint32_t v, uint32_t *m
 }
 
 // Over the lanes up to this one.
-SMOE_DEVICE uint32_t sum_up_to_lane(uint32_t value, int lane)
+MOE_DEVICE uint32_t sum_up_to_lane(uint32_t value, int lane)
 {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -51,7 +51,7 @@ SMOE_DEVICE uint32_t sum_up_to_lane(uint32_t value, int lane)
 }
 
 // Over the threads of the CTA before this one. `memory`: one word for each warp.
-SMOE_DEVICE uint32_t sum_of_threads_before(uint32_t value, uint32_t *memory)
+MOE_DEVICE uint32_t sum_of_threads_before(uint32_t value, uint32_t *memory)
 {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const uint32_t sum = sum_up_to_lane(value, lane);

@@ -7,15 +7,15 @@
 #include "common/hd.h"
 
 enum {
-    SMOE_SUBTILE_COLUMNS = 64,
-    SMOE_SUBTILE_ROW_BYTES = 128,
-    SMOE_SUBTILE_BYTES = 64 * SMOE_SUBTILE_ROW_BYTES /* of 64 rows */
+    MOE_SUBTILE_COLUMNS = 64,
+    MOE_SUBTILE_ROW_BYTES = 128,
+    MOE_SUBTILE_BYTES = 64 * MOE_SUBTILE_ROW_BYTES /* of 64 rows */
 };
 
 /* Byte of vector `vector` (0..7) of row `row`. */
-SMOE_HD uint32_t moe_subtile_offset(uint32_t row, uint32_t vector)
+MOE_HD uint32_t moe_subtile_offset(uint32_t row, uint32_t vector)
 {
-    return row * SMOE_SUBTILE_ROW_BYTES + ((vector ^ (row & 7)) << 4);
+    return row * MOE_SUBTILE_ROW_BYTES + ((vector ^ (row & 7)) << 4);
 }
 
 /* The up-projection's tile has 256 columns. With a gate they are 128 features: eight gate columns, then the
@@ -23,18 +23,18 @@ SMOE_HD uint32_t moe_subtile_offset(uint32_t row, uint32_t vector)
  * of the tile (128 columns, 16 octets; a narrow tile has only half 0) fills one staging buffer of two
  * subtiles: with a gate, a gate and an up subtile of 64 features; without, two subtiles of 64 columns. Octet
  * b of the half goes to this subtile and vector. */
-SMOE_HD uint32_t moe_octet_subtile(uint32_t octet, int gated)
+MOE_HD uint32_t moe_octet_subtile(uint32_t octet, int gated)
 {
     return gated ? octet & 1 : octet >> 3;
 }
 
-SMOE_HD uint32_t moe_octet_vector(uint32_t octet, int gated)
+MOE_HD uint32_t moe_octet_vector(uint32_t octet, int gated)
 {
     return gated ? octet >> 1 : octet & 7;
 }
 
 /* First feature (gated) or column (plain) of octet b of half h of column tile `tile`. */
-SMOE_HD uint32_t moe_octet_feature(uint32_t tile, uint32_t half, uint32_t octet, int gated)
+MOE_HD uint32_t moe_octet_feature(uint32_t tile, uint32_t half, uint32_t octet, int gated)
 {
     return gated ? tile * 128 + half * 64 + (octet >> 1) * 8 : tile * 256 + half * 128 + octet * 8;
 }

@@ -26,15 +26,15 @@ struct run_part {
 
 // The rows of an expert that come from a source and belong to a wave. They end where the next source's start,
 // and the last source's where the pad rows start.
-SMOE_DEVICE run_part part_of(const moe_ep_send_ds &p, int waves, int expert, int wave, int source)
+MOE_DEVICE run_part part_of(const moe_ep_send_ds &p, int waves, int expert, int wave, int source)
 {
     const int32_t *starts = p.starts + (expert * waves + wave) * p.view.ranks;
     const int first = __ldg(starts + source);
     if (source + 1 < p.view.ranks) return {first, __ldg(starts + source + 1) - first};
     if (waves == 1)
-        return {first, SMOE_BLOCK_ROWS * __ldg(p.block_offsets + expert) + __ldg(p.counts + expert) - first};
+        return {first, MOE_BLOCK_ROWS * __ldg(p.block_offsets + expert) + __ldg(p.counts + expert) - first};
     int low = first, high = wave + 1 < waves ? __ldg(starts + p.view.ranks)
-                                             : SMOE_BLOCK_ROWS * __ldg(p.block_offsets + expert + 1);
+                                             : MOE_BLOCK_ROWS * __ldg(p.block_offsets + expert + 1);
     while (low < high) { // the first pad row
         const int middle = (low + high) / 2;
         if (__ldg(p.row_token + middle) >= 0)
@@ -45,7 +45,7 @@ SMOE_DEVICE run_part part_of(const moe_ep_send_ds &p, int waves, int expert, int
     return {first, low - first};
 }
 
-SMOE_DEVICE int rows_of(const moe_ep_send_ds &p, int waves, int expert, int source)
+MOE_DEVICE int rows_of(const moe_ep_send_ds &p, int waves, int expert, int source)
 {
     int rows = 0;
     for (int w = 0; w < waves; w++) rows += part_of(p, waves, expert, w, source).rows;
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(THREADS)
     take_ds(const __grid_constant__ moe_ep_view v, const __grid_constant__ moe_ep_own_plan plan, float *ds)
 {
     const int global = blockIdx.x, rank = global / plan.each;
-    const int count = __ldg(plan.counts + global), row = SMOE_BLOCK_ROWS * __ldg(plan.block_offsets + global);
+    const int count = __ldg(plan.counts + global), row = MOE_BLOCK_ROWS * __ldg(plan.block_offsets + global);
     const float *from = (const float *)(v.windows[v.rank] + v.ds + (uint64_t)rank * v.ds_stripe) +
                         (__ldg(plan.offsets + global) - __ldg(plan.offsets + rank * plan.each));
     for (int i = threadIdx.x; i < count; i += THREADS) ds[row + i] = __ldcg(from + i);

@@ -5,38 +5,38 @@
 namespace moe
 {
 
-SMOE_DEVICE uint64_t load_acquire(const uint64_t *from)
+MOE_DEVICE uint64_t load_acquire(const uint64_t *from)
 {
     uint64_t v;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
     return v;
 }
 
-SMOE_DEVICE void store_release(uint64_t *to, uint64_t v)
+MOE_DEVICE void store_release(uint64_t *to, uint64_t v)
 {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
 }
 
 // A word that another thread, or the host, may change at any time.
-SMOE_DEVICE uint32_t load_now(const uint32_t *from)
+MOE_DEVICE uint32_t load_now(const uint32_t *from)
 {
     uint32_t v;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
     return v;
 }
 
-SMOE_DEVICE uint32_t exchange(uint32_t *word, uint32_t v)
+MOE_DEVICE uint32_t exchange(uint32_t *word, uint32_t v)
 {
     return atomicExch(word, v);
 }
 
 // What this thread knows to be written is written for all devices before what it writes next.
-SMOE_DEVICE void fence_system()
+MOE_DEVICE void fence_system()
 {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-SMOE_DEVICE uint64_t nanoseconds()
+MOE_DEVICE uint64_t nanoseconds()
 {
     uint64_t t;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));

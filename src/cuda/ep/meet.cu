@@ -13,8 +13,8 @@ namespace
 static_assert(MOE_EP_VALUES <= 32, "a lane for each value");
 static_assert(sizeof(moe_ep_state) <= MOE_EP_STATE_BYTES, "a window has room for it");
 
-SMOE_DEVICE bool same_values(const moe_ep_view &v, moe_ep_reason reason, int source, const int64_t *theirs,
-                             const int64_t *ours, int count)
+MOE_DEVICE bool same_values(const moe_ep_view &v, moe_ep_reason reason, int source, const int64_t *theirs,
+                            const int64_t *ours, int count)
 {
     const int lane = threadIdx.x & 31;
     const int64_t own = lane < count ? ours[lane] : 0, other = lane < count ? theirs[lane] : 0;
@@ -25,7 +25,7 @@ SMOE_DEVICE bool same_values(const moe_ep_view &v, moe_ep_reason reason, int sou
     return false;
 }
 
-SMOE_DEVICE bool meet(const moe_ep_begin_call &c)
+MOE_DEVICE bool meet(const moe_ep_begin_call &c)
 {
     const moe_ep_view &v = c.view;
     if (!wait_all(v, MOE_EP_HELLO, 1)) return false;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(32) begin(const __grid_constant__ moe_ep_begin
     if (c.backward) signal_all(v, MOE_EP_HEADER, moe_ep_mark(call, 0));
 }
 
-SMOE_DEVICE bool compare_headers(const moe_ep_begin_call &c)
+MOE_DEVICE bool compare_headers(const moe_ep_begin_call &c)
 {
     const moe_ep_view &v = c.view;
     if (!wait_all(v, MOE_EP_HEADER, moe_ep_mark(call_of(v), 0))) return false;

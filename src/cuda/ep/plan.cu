@@ -34,7 +34,7 @@ struct stripe {
     float *weights;
 };
 
-SMOE_DEVICE stripe stripe_at(const moe_ep_view &v, int rank, int source)
+MOE_DEVICE stripe stripe_at(const moe_ep_view &v, int rank, int source)
 {
     int32_t *at = (int32_t *)(v.windows[rank] + v.routing + (uint64_t)source * v.routing_stripe);
     return {at, at + v.stripe_experts, (float *)(at + v.stripe_experts + v.pairs)};
@@ -47,8 +47,7 @@ __global__ void __launch_bounds__(THREADS)
 {
     if (has_failed(v)) return;
     const int global = blockIdx.x, rank = global / plan.each, expert = global - rank * plan.each;
-    const int count = __ldg(plan.counts + global),
-              from = SMOE_BLOCK_ROWS * __ldg(plan.block_offsets + global);
+    const int count = __ldg(plan.counts + global), from = MOE_BLOCK_ROWS * __ldg(plan.block_offsets + global);
     const int at = __ldg(plan.offsets + global) - __ldg(plan.offsets + rank * plan.each);
     const stripe to = stripe_at(v, rank, v.rank);
     if (threadIdx.x == 0) to.counts[expert] = count;
@@ -61,13 +60,13 @@ __global__ void __launch_bounds__(THREADS)
 
 // ---- count
 
-SMOE_DEVICE int run_of(const moe_ep_received_plan &p, int waves, int expert, int wave, int source)
+MOE_DEVICE int run_of(const moe_ep_received_plan &p, int waves, int expert, int wave, int source)
 {
     return (expert * waves + wave) * p.view.ranks + source;
 }
 
 // The number of the run's tokens below `token`.
-SMOE_DEVICE int tokens_below(const int32_t *tokens, int count, int64_t token)
+MOE_DEVICE int tokens_below(const int32_t *tokens, int count, int64_t token)
 {
     int low = 0, high = count;
     while (low < high) {
@@ -81,7 +80,7 @@ SMOE_DEVICE int tokens_below(const int32_t *tokens, int count, int64_t token)
 }
 
 // sent[expert, 0, source]: where the expert's run begins in the source's stripe. A warp takes a source.
-SMOE_DEVICE void find_runs(const moe_ep_received_plan &p, int waves)
+MOE_DEVICE void find_runs(const moe_ep_received_plan &p, int waves)
 {
     const int lane = threadIdx.x & 31;
     for (int s = threadIdx.x >> 5; s < p.view.ranks; s += COUNT_THREADS / 32) {
@@ -98,7 +97,7 @@ SMOE_DEVICE void find_runs(const moe_ep_received_plan &p, int waves)
 
 // Cuts the run of each (expert, source) into waves, a thread for each part: first where it begins in the run,
 // then its rows.
-SMOE_DEVICE void cut_runs(const moe_ep_received_plan &p, int waves)
+MOE_DEVICE void cut_runs(const moe_ep_received_plan &p, int waves)
 {
     const moe_ep_view &v = p.view;
     const int runs = p.experts * v.ranks;
@@ -123,13 +122,13 @@ SMOE_DEVICE void cut_runs(const moe_ep_received_plan &p, int waves)
     }
 }
 
-SMOE_DEVICE int blocks_of(int rows)
+MOE_DEVICE int blocks_of(int rows)
 {
-    return (rows + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS;
+    return (rows + MOE_BLOCK_ROWS - 1) / MOE_BLOCK_ROWS;
 }
 
 // Rows of an (expert, wave).
-SMOE_DEVICE int rows_of(const moe_ep_received_plan &p, int place)
+MOE_DEVICE int rows_of(const moe_ep_received_plan &p, int place)
 {
     int rows = 0;
 #pragma unroll 4
@@ -138,7 +137,7 @@ SMOE_DEVICE int rows_of(const moe_ep_received_plan &p, int place)
 }
 
 // starts, offsets, block_offsets and counts. Each thread takes neighbouring (expert, wave).
-SMOE_DEVICE void place_runs(const moe_ep_received_plan &p, int waves, uint32_t *scratch)
+MOE_DEVICE void place_runs(const moe_ep_received_plan &p, int waves, uint32_t *scratch)
 {
     const int places = p.experts * waves, each = (places + COUNT_THREADS - 1) / COUNT_THREADS;
     const int begin = min((int)threadIdx.x * each, places), end = min(begin + each, places);
@@ -156,12 +155,12 @@ SMOE_DEVICE void place_runs(const moe_ep_received_plan &p, int waves, uint32_t *
             p.block_offsets[i / waves] = (int32_t)block;
         }
         p.run_blocks[i] = (int32_t)block;
-        uint32_t at = block * SMOE_BLOCK_ROWS;
+        uint32_t at = block * MOE_BLOCK_ROWS;
         for (int s = 0; s < p.view.ranks; s++) {
             p.starts[i * p.view.ranks + s] = (int32_t)at;
             at += p.run_counts[i * p.view.ranks + s];
         }
-        const uint32_t rows = at - block * SMOE_BLOCK_ROWS;
+        const uint32_t rows = at - block * MOE_BLOCK_ROWS;
         row += rows;
         block += blocks_of((int)rows);
     }
@@ -175,20 +174,20 @@ SMOE_DEVICE void place_runs(const moe_ep_received_plan &p, int waves, uint32_t *
 }
 
 // A piece of the forward's lists, and one of the backward's.
-SMOE_DEVICE void write_piece(moe_work *to, int row, int expert, int blocks)
+MOE_DEVICE void write_piece(moe_work *to, int row, int expert, int blocks)
 {
     *to = moe_work_make(row, expert, blocks);
 }
 
-SMOE_DEVICE void write_piece(moe_piece *to, int row, int expert, int blocks)
+MOE_DEVICE void write_piece(moe_piece *to, int row, int expert, int blocks)
 {
     *to = {row, expert, blocks, -1};
 }
 
 // The work lists of a wave, by one warp.
 template <typename L>
-SMOE_DEVICE void list_wave(const L &lists, const int32_t *run_blocks, int experts, int waves, int wave,
-                           int piece_limit)
+MOE_DEVICE void list_wave(const L &lists, const int32_t *run_blocks, int experts, int waves, int wave,
+                          int piece_limit)
 {
     const int lane = threadIdx.x & 31;
     int tiles = 0, pieces = 0;
@@ -196,18 +195,18 @@ SMOE_DEVICE void list_wave(const L &lists, const int32_t *run_blocks, int expert
         const int e = first + lane, run = e * waves + wave;
         const int first_block = e < experts ? run_blocks[run] : 0;
         const int blocks = e < experts ? run_blocks[run + 1] - first_block : 0;
-        const int row = first_block * SMOE_BLOCK_ROWS;
-        const int own_tiles = (blocks + SMOE_TILE_BLOCKS - 1) / SMOE_TILE_BLOCKS,
+        const int row = first_block * MOE_BLOCK_ROWS;
+        const int own_tiles = (blocks + MOE_TILE_BLOCKS - 1) / MOE_TILE_BLOCKS,
                   own_pieces = (blocks + piece_limit - 1) / piece_limit;
         const int sum_tiles = (int)sum_up_to_lane((uint32_t)own_tiles, lane),
                   sum_pieces = (int)sum_up_to_lane((uint32_t)own_pieces, lane);
         for (int i = 0; i < own_tiles; i++)
             lists.tiles[tiles + sum_tiles - own_tiles + i] =
-                moe_work_make(row + i * SMOE_TILE_BLOCKS * SMOE_BLOCK_ROWS, e,
-                              min((int)SMOE_TILE_BLOCKS, blocks - i * SMOE_TILE_BLOCKS));
+                moe_work_make(row + i * MOE_TILE_BLOCKS * MOE_BLOCK_ROWS, e,
+                              min((int)MOE_TILE_BLOCKS, blocks - i * MOE_TILE_BLOCKS));
         for (int i = 0; i < own_pieces; i++) {
             const int begin = moe_cut(blocks, own_pieces, i), next = moe_cut(blocks, own_pieces, i + 1);
-            write_piece(lists.pieces + pieces + sum_pieces - own_pieces + i, row + begin * SMOE_BLOCK_ROWS, e,
+            write_piece(lists.pieces + pieces + sum_pieces - own_pieces + i, row + begin * MOE_BLOCK_ROWS, e,
                         next - begin);
         }
         tiles += __shfl_sync(~0u, sum_tiles, 31);
@@ -253,7 +252,7 @@ __global__ void __launch_bounds__(32) backward_waves(const __grid_constant__ moe
 // ---- place and map: a CTA for each (expert, source)
 
 // The expert's place in the order: by descending count, equal counts by ascending id.
-SMOE_DEVICE void write_order(const moe_ep_received_plan &p, int expert, uint32_t *scratch)
+MOE_DEVICE void write_order(const moe_ep_received_plan &p, int expert, uint32_t *scratch)
 {
     const int own = __ldg(p.counts + expert);
     uint32_t before = 0;
@@ -265,10 +264,10 @@ SMOE_DEVICE void write_order(const moe_ep_received_plan &p, int expert, uint32_t
     if (threadIdx.x) return;
     p.order[before] = expert;
     p.spans[expert] =
-        SMOE_BLOCK_ROWS * (__ldg(p.block_offsets + expert + 1) - __ldg(p.block_offsets + expert));
+        MOE_BLOCK_ROWS * (__ldg(p.block_offsets + expert + 1) - __ldg(p.block_offsets + expert));
 }
 
-SMOE_DEVICE void write_pads(const moe_ep_received_plan &p, int first, int end, int thread, int threads)
+MOE_DEVICE void write_pads(const moe_ep_received_plan &p, int first, int end, int thread, int threads)
 {
     for (int row = first + thread; row < end; row += threads) {
         p.row_token[row] = -1;
@@ -293,15 +292,15 @@ __global__ void __launch_bounds__(THREADS) place(const __grid_constant__ moe_ep_
         }
         const int end = first + rows;
         if (s == v.ranks - 1)
-            write_pads(p, end, (end + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS, threadIdx.x,
+            write_pads(p, end, (end + MOE_BLOCK_ROWS - 1) / MOE_BLOCK_ROWS * MOE_BLOCK_ROWS, threadIdx.x,
                        THREADS);
     }
     if (s == 0) write_order(p, expert, scratch);
-    write_pads(p, SMOE_BLOCK_ROWS * __ldg(p.block_offsets + p.experts), p.padded_rows,
+    write_pads(p, MOE_BLOCK_ROWS * __ldg(p.block_offsets + p.experts), p.padded_rows,
                (int)(blockIdx.x * THREADS + threadIdx.x), (int)gridDim.x * THREADS);
 }
 
-SMOE_DEVICE uint32_t rows_of_slot(const moe_ep_received_plan &p, int64_t slot)
+MOE_DEVICE uint32_t rows_of_slot(const moe_ep_received_plan &p, int64_t slot)
 {
     uint32_t rows = 0;
     for (int i = 0; i < p.words; i++) rows += __popc(__ldg(p.mask + slot * p.words + i));

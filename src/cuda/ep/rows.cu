@@ -29,12 +29,12 @@ namespace
 
 enum { THREADS = 1024, WARPS = THREADS / 32, COPIED = 4, SUMMED = 2 /* vectors of a lane */ };
 
-SMOE_DEVICE int first_warp()
+MOE_DEVICE int first_warp()
 {
     return (int)(threadIdx.x >> 5) * (int)gridDim.x + (int)blockIdx.x;
 }
 
-SMOE_DEVICE int all_warps()
+MOE_DEVICE int all_warps()
 {
     return WARPS * (int)gridDim.x;
 }
@@ -42,7 +42,7 @@ SMOE_DEVICE int all_warps()
 // ---- push
 
 // The row to the ranks of the lanes `to`.
-SMOE_DEVICE void send_row(const moe_ep_push &p, int64_t row, int rank, uint32_t to)
+MOE_DEVICE void send_row(const moe_ep_push &p, int64_t row, int rank, uint32_t to)
 {
     const int lane = threadIdx.x & 31, vectors = (int)(p.row_bytes / 16);
     const uint4 *from = (const uint4 *)((const char *)p.rows + row * p.row_bytes);
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(THREADS, 1) push(const __grid_constant__ moe_e
 
 // ---- Sums of vectors
 
-template <typename T> SMOE_DEVICE void add(float (&sum)[8], uint4 v, float weight)
+template <typename T> MOE_DEVICE void add(float (&sum)[8], uint4 v, float weight)
 {
     const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -95,7 +95,7 @@ template <typename T> SMOE_DEVICE void add(float (&sum)[8], uint4 v, float weigh
     }
 }
 
-template <typename T> SMOE_DEVICE uint4 rounded(const float (&sum)[8])
+template <typename T> MOE_DEVICE uint4 rounded(const float (&sum)[8])
 {
     using S = storage<T>;
     return make_uint4(S::pack(sum[0], sum[1]), S::pack(sum[2], sum[3]), S::pack(sum[4], sum[5]),
@@ -104,7 +104,7 @@ template <typename T> SMOE_DEVICE uint4 rounded(const float (&sum)[8])
 
 // sums += weight times the vectors of a row from `column` on, which are 32 apart.
 template <typename T>
-SMOE_DEVICE void add_row(float (&sums)[SUMMED][8], const uint4 *row, int column, int vectors, float weight)
+MOE_DEVICE void add_row(float (&sums)[SUMMED][8], const uint4 *row, int column, int vectors, float weight)
 {
     uint4 v[SUMMED];
 #pragma unroll
@@ -117,7 +117,7 @@ SMOE_DEVICE void add_row(float (&sums)[SUMMED][8], const uint4 *row, int column,
 }
 
 template <typename T>
-SMOE_DEVICE void store_row(uint4 *row, int column, int vectors, const float (&sums)[SUMMED][8])
+MOE_DEVICE void store_row(uint4 *row, int column, int vectors, const float (&sums)[SUMMED][8])
 {
 #pragma unroll
     for (int i = 0; i < SUMMED; i++)
@@ -126,7 +126,7 @@ SMOE_DEVICE void store_row(uint4 *row, int column, int vectors, const float (&su
 
 // ---- return
 
-template <typename T> SMOE_DEVICE void return_slot(const moe_ep_return &p, int source, int64_t token)
+template <typename T> MOE_DEVICE void return_slot(const moe_ep_return &p, int source, int64_t token)
 {
     const int64_t slot = source * p.view.max_tokens + token;
     const int begin = __ldg(p.token_offsets + slot), end = __ldg(p.token_offsets + slot + 1);
@@ -170,8 +170,8 @@ __global__ void __launch_bounds__(THREADS, 1) return_sums(const __grid_constant_
 
 // The router's term of dlogits that are sparse.
 template <typename T>
-SMOE_DEVICE void add_terms(float (&sums)[SUMMED][8], const moe_ep_collect &p, int begin, int end, int column,
-                           int vectors)
+MOE_DEVICE void add_terms(float (&sums)[SUMMED][8], const moe_ep_collect &p, int begin, int end, int column,
+                          int vectors)
 {
 #pragma unroll 1
     for (int i = begin; i < end; i++) {
@@ -181,8 +181,7 @@ SMOE_DEVICE void add_terms(float (&sums)[SUMMED][8], const moe_ep_collect &p, in
     }
 }
 
-template <typename T>
-SMOE_DEVICE void collect_token(const moe_ep_collect &p, const rank_rows &rows, int64_t t)
+template <typename T> MOE_DEVICE void collect_token(const moe_ep_collect &p, const rank_rows &rows, int64_t t)
 {
     const int lane = threadIdx.x & 31, vectors = (int)(p.hidden / 8);
     const int first = __ldg(p.plan.token_offsets + t), end = __ldg(p.plan.token_offsets + t + 1);
@@ -210,7 +209,7 @@ SMOE_DEVICE void collect_token(const moe_ep_collect &p, const rank_rows &rows, i
     }
 }
 
-SMOE_DEVICE void spoil_row(const moe_ep_collect &p, int64_t t)
+MOE_DEVICE void spoil_row(const moe_ep_collect &p, int64_t t)
 {
     uint4 *out = (uint4 *)((char *)p.out + t * p.hidden * 2);
     for (int i = threadIdx.x & 31; i < p.hidden / 8; i += 32) out[i] = make_uint4(~0u, ~0u, ~0u, ~0u);

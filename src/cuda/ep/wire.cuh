@@ -8,42 +8,42 @@ namespace moe
 namespace ep
 {
 
-SMOE_DEVICE moe_ep_state *state_of(const moe_ep_view &v)
+MOE_DEVICE moe_ep_state *state_of(const moe_ep_view &v)
 {
     return (moe_ep_state *)(v.windows[v.rank] + v.state);
 }
 
-SMOE_DEVICE bool has_failed(const moe_ep_view &v)
+MOE_DEVICE bool has_failed(const moe_ep_view &v)
 {
     return load_now(&state_of(v)->failed) != 0;
 }
 
-SMOE_DEVICE uint64_t call_of(const moe_ep_view &v)
+MOE_DEVICE uint64_t call_of(const moe_ep_view &v)
 {
     return __ldcg((const unsigned long long *)&state_of(v)->call);
 }
 
 // The line of `source` in the window of `rank`.
-SMOE_DEVICE uint64_t *flag_at(const moe_ep_view &v, int rank, int flag, int source)
+MOE_DEVICE uint64_t *flag_at(const moe_ep_view &v, int rank, int flag, int source)
 {
     return (uint64_t *)(v.windows[rank] + (flag * MOE_EP_MAX_RANKS + source) * MOE_EP_LINE);
 }
 
-SMOE_DEVICE int64_t *values_at(const moe_ep_view &v, int rank, uint64_t region, int source)
+MOE_DEVICE int64_t *values_at(const moe_ep_view &v, int rank, uint64_t region, int source)
 {
     return (int64_t *)(v.windows[rank] + region) + source * MOE_EP_VALUES;
 }
 
 // Row `row` of `source` in a region of the window of `rank`.
-SMOE_DEVICE char *row_at(const moe_ep_view &v, int rank, uint64_t region, int source, int64_t row,
-                         int64_t row_bytes)
+MOE_DEVICE char *row_at(const moe_ep_view &v, int rank, uint64_t region, int source, int64_t row,
+                        int64_t row_bytes)
 {
     return v.windows[rank] + region + (source * v.max_tokens + row) * row_bytes;
 }
 
 // ---- Failure: called by one thread
 
-SMOE_DEVICE void write_fault(moe_ep_fault *to, const moe_ep_fault &f)
+MOE_DEVICE void write_fault(moe_ep_fault *to, const moe_ep_fault &f)
 {
     to->call = f.call;
     to->origin = f.origin;
@@ -53,7 +53,7 @@ SMOE_DEVICE void write_fault(moe_ep_fault *to, const moe_ep_fault &f)
 }
 
 // The first fault of a rank counts. The host and all other ranks are told.
-SMOE_DEVICE void give_up(const moe_ep_view &v, const moe_ep_fault &f)
+MOE_DEVICE void give_up(const moe_ep_view &v, const moe_ep_fault &f)
 {
     if (exchange(&state_of(v)->failed, 1u)) return;
     write_fault(&v.report->fault, f);
@@ -61,14 +61,14 @@ SMOE_DEVICE void give_up(const moe_ep_view &v, const moe_ep_fault &f)
         if (r != v.rank) write_fault((moe_ep_fault *)flag_at(v, r, MOE_EP_FAULT, v.rank), f);
 }
 
-SMOE_DEVICE void fail(const moe_ep_view &v, moe_ep_reason reason, int other, int64_t a, int64_t b, int64_t c)
+MOE_DEVICE void fail(const moe_ep_view &v, moe_ep_reason reason, int other, int64_t a, int64_t b, int64_t c)
 {
     give_up(v, {(uint64_t)reason, call_of(v), v.rank, other, {a, b, c}});
 }
 
 // ---- Flags: called by all lanes of a warp
 
-SMOE_DEVICE void signal_all(const moe_ep_view &v, int flag, uint64_t mark)
+MOE_DEVICE void signal_all(const moe_ep_view &v, int flag, uint64_t mark)
 {
     fence_system();
     for (int r = threadIdx.x & 31; r < v.ranks; r += 32)
@@ -76,7 +76,7 @@ SMOE_DEVICE void signal_all(const moe_ep_view &v, int flag, uint64_t mark)
 }
 
 // Passes on the fault of another rank.
-SMOE_DEVICE void look_for_faults(const moe_ep_view &v)
+MOE_DEVICE void look_for_faults(const moe_ep_view &v)
 {
     for (int r = threadIdx.x & 31; r < v.ranks; r += 32) {
         moe_ep_fault *line = (moe_ep_fault *)flag_at(v, v.rank, MOE_EP_FAULT, r);
@@ -85,7 +85,7 @@ SMOE_DEVICE void look_for_faults(const moe_ep_view &v)
 }
 
 // The other ranks whose flag is below `mark`: the lowest, or -1.
-SMOE_DEVICE int lowest_missing(const moe_ep_view &v, int flag, uint64_t mark)
+MOE_DEVICE int lowest_missing(const moe_ep_view &v, int flag, uint64_t mark)
 {
     for (int first = 0; first < v.ranks; first += 32) {
         const int r = first + (int)(threadIdx.x & 31);
@@ -97,7 +97,7 @@ SMOE_DEVICE int lowest_missing(const moe_ep_view &v, int flag, uint64_t mark)
 }
 
 // Waits until the flags of all other ranks are at least `mark`. False when the group has failed.
-SMOE_DEVICE bool wait_all(const moe_ep_view &v, int flag, uint64_t mark)
+MOE_DEVICE bool wait_all(const moe_ep_view &v, int flag, uint64_t mark)
 {
     const int lane = threadIdx.x & 31;
     const uint64_t start = nanoseconds();
@@ -118,7 +118,7 @@ SMOE_DEVICE bool wait_all(const moe_ep_view &v, int flag, uint64_t mark)
 // ---- Whole grids: called by all threads of a CTA, after its last store to a window. The last CTA sets the
 // flag, so that no other launch is needed for it.
 
-SMOE_DEVICE void signal_when_done(const moe_ep_view &v, int flag, uint64_t mark)
+MOE_DEVICE void signal_when_done(const moe_ep_view &v, int flag, uint64_t mark)
 {
     __syncthreads();
     if (threadIdx.x >= 32) return;
@@ -144,14 +144,14 @@ struct rank_rows {
     int32_t first[MOE_EP_MAX_RANKS + 1];
 };
 
-SMOE_DEVICE void load_rank_rows(rank_rows &to, const moe_ep_view &v, const moe_ep_own_plan &plan)
+MOE_DEVICE void load_rank_rows(rank_rows &to, const moe_ep_view &v, const moe_ep_own_plan &plan)
 {
     for (int r = threadIdx.x; r <= v.ranks; r += blockDim.x)
-        to.first[r] = SMOE_BLOCK_ROWS * __ldg(plan.block_offsets + r * plan.each);
+        to.first[r] = MOE_BLOCK_ROWS * __ldg(plan.block_offsets + r * plan.each);
     __syncthreads();
 }
 
-SMOE_DEVICE int rank_of_row(const rank_rows &rows, int ranks, int row)
+MOE_DEVICE int rank_of_row(const rank_rows &rows, int ranks, int row)
 {
     int low = 0, high = ranks;
     while (high - low > 1) {
@@ -172,8 +172,8 @@ struct rank_batch {
 };
 
 // `last`: the last rank of the batch before; -1 at first.
-SMOE_DEVICE rank_batch next_ranks(const rank_rows &rows, const moe_ep_view &v, const int32_t *token_rows,
-                                  int begin, int end, int &last)
+MOE_DEVICE rank_batch next_ranks(const rank_rows &rows, const moe_ep_view &v, const int32_t *token_rows,
+                                 int begin, int end, int &last)
 {
     const int lane = threadIdx.x & 31, at = begin + lane;
     const int rank = at < end ? rank_of_row(rows, v.ranks, __ldg(token_rows + at)) : -1;

@@ -53,7 +53,7 @@ namespace
 
 enum { COLUMNS = 8, SHORT_COLUMNS = 1024, FEW_THREADS = 128, FEWEST_THREADS = 64, MOST_PARTS = 65535 };
 
-template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float weight)
+template <typename T> MOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float weight)
 {
     const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -65,7 +65,7 @@ template <typename T> SMOE_DEVICE void add(float (&sum)[COLUMNS], uint4 v, float
 
 // Entries of token_rows from `at` on, where end > 0. Past the end the last entry is repeated, also if `at` is
 // already past the end.
-template <int ROWS> SMOE_DEVICE void read_rows(int (&row)[ROWS], const moe_cuda_combine &p, int at, int end)
+template <int ROWS> MOE_DEVICE void read_rows(int (&row)[ROWS], const moe_cuda_combine &p, int at, int end)
 {
 #pragma unroll
     for (int k = 0; k < ROWS; k++) row[k] = __ldg(p.token_rows + min(at + k, end - 1));
@@ -76,7 +76,7 @@ template <int ROWS> SMOE_DEVICE void read_rows(int (&row)[ROWS], const moe_cuda_
 template <int ROWS, int VECTORS> struct row_vectors {
     uint4 v[ROWS][VECTORS];
     float weight[ROWS];
-    SMOE_DEVICE void fetch(const moe_cuda_combine &p, const int (&row)[ROWS], int64_t column)
+    MOE_DEVICE void fetch(const moe_cuda_combine &p, const int (&row)[ROWS], int64_t column)
     {
         const char *y = (const char *)p.y + column * 2;
         const int64_t row_bytes = p.columns * 2;
@@ -92,7 +92,7 @@ template <int ROWS, int VECTORS> struct row_vectors {
 
 // What the sums start from.
 template <typename T, int VECTORS>
-SMOE_DEVICE void begin(float (&sum)[VECTORS][COLUMNS], const moe_cuda_combine &p, const char *out)
+MOE_DEVICE void begin(float (&sum)[VECTORS][COLUMNS], const moe_cuda_combine &p, const char *out)
 {
 #pragma unroll
     for (int j = 0; j < VECTORS; j++) {
@@ -102,7 +102,7 @@ SMOE_DEVICE void begin(float (&sum)[VECTORS][COLUMNS], const moe_cuda_combine &p
     }
 }
 
-template <typename T> SMOE_DEVICE void store(char *out, const float (&sum)[COLUMNS])
+template <typename T> MOE_DEVICE void store(char *out, const float (&sum)[COLUMNS])
 {
     using S = storage<T>;
     *(uint4 *)out = make_uint4(S::pack(sum[0], sum[1]), S::pack(sum[2], sum[3]), S::pack(sum[4], sum[5]),
@@ -114,7 +114,7 @@ template <typename T> SMOE_DEVICE void store(char *out, const float (&sum)[COLUM
 // If it is not so, returns false, and all rows are 0. The callers return after they have loaded the rows,
 // because with a branch before that the compiler moves each load to its first use, and the loads would run
 // one after the other.
-template <int ROWS> SMOE_DEVICE bool read_first_rows(int (&row)[ROWS], const moe_cuda_combine &p, int first)
+template <int ROWS> MOE_DEVICE bool read_first_rows(int (&row)[ROWS], const moe_cuda_combine &p, int first)
 {
     read_rows(row, p, first, first + p.topk);
     const bool all = __ldg(p.token_offsets + p.tokens) == p.tokens * p.topk;
@@ -125,7 +125,7 @@ template <int ROWS> SMOE_DEVICE bool read_first_rows(int (&row)[ROWS], const moe
 
 // For 1 <= topk <= ROWS. Returns false, and has stored nothing, if pairs were skipped.
 template <typename T, int ROWS, int VECTORS>
-SMOE_DEVICE bool combine_topk(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
+MOE_DEVICE bool combine_topk(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
 {
     int row[ROWS];
     const bool all = read_first_rows(row, p, (int)token * p.topk);
@@ -148,7 +148,7 @@ SMOE_DEVICE bool combine_topk(const moe_cuda_combine &p, int64_t token, int64_t 
 // For topk > ROWS, ROWS at a time. While the rows of a batch are on their way, the indices of the next batch
 // are, too. Returns as combine_topk.
 template <typename T, int ROWS, int VECTORS>
-SMOE_DEVICE bool combine_batches(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
+MOE_DEVICE bool combine_batches(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
 {
     const int first = (int)token * p.topk, end = first + p.topk;
     int row[ROWS];
@@ -173,7 +173,7 @@ SMOE_DEVICE bool combine_batches(const moe_cuda_combine &p, int64_t token, int64
 
 // Any number of rows, ROWS at a time.
 template <typename T, int ROWS, int VECTORS, bool ROUTER>
-SMOE_DEVICE void combine_rows(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
+MOE_DEVICE void combine_rows(const moe_cuda_combine &p, int64_t token, int64_t column, char *out)
 {
     const char *weights = (const char *)p.router_weight + column * 2;
     const int step = (int)blockDim.x * COLUMNS;

@@ -21,7 +21,7 @@ namespace
 
 enum { COLUMNS = 64, LANES = COLUMNS / 8, ROWS = 32, THREADS = LANES * ROWS };
 
-template <typename T> SMOE_DEVICE void add(float (&sum)[8], uint4 v, float weight)
+template <typename T> MOE_DEVICE void add(float (&sum)[8], uint4 v, float weight)
 {
     const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -38,7 +38,7 @@ template <typename T, typename G> __global__ void __launch_bounds__(THREADS) col
     if (p.accumulate && count == 0) return;
     const int lane = threadIdx.x % LANES, row = threadIdx.x / LANES;
     const int column = blockIdx.x * COLUMNS + lane * 8;
-    const int64_t first = (int64_t)p.block_offsets[expert] * SMOE_BLOCK_ROWS;
+    const int64_t first = (int64_t)p.block_offsets[expert] * MOE_BLOCK_ROWS;
     float sum[8] = {};
     if (column < p.columns)
 #pragma unroll 4

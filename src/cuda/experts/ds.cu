@@ -28,12 +28,12 @@ namespace
 
 enum { THREADS = 256, WARPS = THREADS / 32 };
 
-SMOE_DEVICE float ds_of(const moe_cuda_ds &p, int64_t row)
+MOE_DEVICE float ds_of(const moe_cuda_ds &p, int64_t row)
 {
     return sum_of_parts(p.partial, p.parts, p.padded_rows, row);
 }
 
-template <typename T> SMOE_DEVICE float dot8(uint4 a, uint4 b, float sum)
+template <typename T> MOE_DEVICE float dot8(uint4 a, uint4 b, float sum)
 {
     using S = storage<T>;
     const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
@@ -53,7 +53,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) bias_part(const
     const int token = __ldg(p.row_token + row), lane = threadIdx.x & 31;
     float sum = 0.0f;
     if (token >= 0) {
-        const int expert = __ldg(p.block_expert + row / SMOE_BLOCK_ROWS);
+        const int expert = __ldg(p.block_expert + row / MOE_BLOCK_ROWS);
         const uint4 *dout = (const uint4 *)((const T *)p.dout + (int64_t)token * p.hidden);
         const uint4 *bias = (const uint4 *)((const T *)p.bias + (int64_t)expert * p.hidden);
         for (int i = lane; i < p.hidden / 8; i += 32) sum = dot8<T>(__ldg(dout + i), __ldg(bias + i), sum);
@@ -76,7 +76,7 @@ template <typename I> __global__ void __launch_bounds__(THREADS) give_topk(const
     if (counts)
         for (int i = __ldg(p.token_offsets + token); i < __ldg(p.token_offsets + token + 1); i++) {
             const int row = __ldg(p.token_rows + i);
-            if (p.block_expert[row / SMOE_BLOCK_ROWS] == id) sum = ds_of(p, row);
+            if (p.block_expert[row / MOE_BLOCK_ROWS] == id) sum = ds_of(p, row);
         }
     p.topk_gradient[index] = sum;
 }

@@ -24,7 +24,7 @@ namespace few_rows
 {
 
 // Element `at` of a tensor: the low 16 bits of `value`.
-SMOE_DEVICE void store_element(void *tensor, int64_t at, uint32_t value)
+MOE_DEVICE void store_element(void *tensor, int64_t at, uint32_t value)
 {
     ((uint16_t *)tensor)[at] = (uint16_t)value;
 }
@@ -32,7 +32,7 @@ SMOE_DEVICE void store_element(void *tensor, int64_t at, uint32_t value)
 // ---- Up
 
 // b1 of row `half` (0: gate, 1: up) of a feature, or 0.
-template <typename T> SMOE_DEVICE float bias_of(const moe_up &u, int expert, int feature, int half)
+template <typename T> MOE_DEVICE float bias_of(const moe_up &u, int expert, int feature, int half)
 {
     if (!u.b1) return 0.0f;
     const int64_t n = u.intermediate, row = u.interleaved ? 2 * feature + half : half * n + feature;
@@ -40,26 +40,26 @@ template <typename T> SMOE_DEVICE float bias_of(const moe_up &u, int expert, int
 }
 
 // `pair`: gate and up of a feature.
-SMOE_DEVICE void store_h(const moe_up &u, int row, int feature, uint32_t pair)
+MOE_DEVICE void store_h(const moe_up &u, int row, int feature, uint32_t pair)
 {
     const int64_t n = u.intermediate, at = row * (u.gated ? 2 * n : n) + feature;
     store_element(u.h, at, pair);
     if (u.gated) store_element(u.h, at + n, pair >> 16);
 }
 
-template <typename T> SMOE_DEVICE float activate_element(const moe_up &u, uint32_t pair)
+template <typename T> MOE_DEVICE float activate_element(const moe_up &u, uint32_t pair)
 {
     const float gate = storage<T>::low(pair), up = storage<T>::high(pair);
     switch (u.activation) {
-#define SMOE_ACTIVATE(enumerator, name, shape, curve)                                                        \
+#define MOE_ACTIVATE(enumerator, name, shape, curve)                                                         \
     case enumerator: return activate<T, enumerator>(gate, up, u.values);
-        MOE_ACTIVATIONS(SMOE_ACTIVATE)
-#undef SMOE_ACTIVATE
+        MOE_ACTIVATIONS(MOE_ACTIVATE)
+#undef MOE_ACTIVATE
     }
     __builtin_unreachable(); // the host refuses other values
 }
 
-SMOE_DEVICE weight_rows w1_rows(const moe_up &u, int expert, int feature)
+MOE_DEVICE weight_rows w1_rows(const moe_up &u, int expert, int feature)
 {
     const int64_t row = u.hidden * 2, n = u.intermediate, step = u.interleaved ? 2 : 1;
     const char *first = (const char *)u.w1 + (expert * (u.gated ? 2 * n : n) + feature * step) * row;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(THREADS, CTAS_AN_SM) up(const __grid_constant_
 
 // ---- Down
 
-SMOE_DEVICE weight_rows w2_rows(const moe_down &d, int expert, int column)
+MOE_DEVICE weight_rows w2_rows(const moe_down &d, int expert, int column)
 {
     const int64_t row = d.intermediate * 2;
     const char *first = (const char *)d.w2 + (expert * d.hidden + d.first_column + column) * row;

@@ -39,8 +39,8 @@ enum {
     MULTIPLIERS = WARPS * 32,
     THREADS = MULTIPLIERS + 32, // and the producer
     CTAS_AN_SM = 2,
-    GROUP = SMOE_FEW_ROWS_GROUP,
-    WEIGHTS = SMOE_FEW_ROWS_WEIGHTS,
+    GROUP = MOE_FEW_ROWS_GROUP,
+    WEIGHTS = MOE_FEW_ROWS_WEIGHTS,
     STEP = 32, // places of K: four lanes, 16 bytes each
     STEPS = 2, // of a warp in a slice
     SLICE = WARPS * STEP * STEPS,
@@ -68,14 +68,14 @@ template <class C> struct shared_memory {
     int tokens[SLOTS][GROUP];
 };
 
-template <class C> SMOE_DEVICE shared_memory<C> &shared_of_cta()
+template <class C> MOE_DEVICE shared_memory<C> &shared_of_cta()
 {
     static_assert(CTAS_AN_SM * (sizeof(shared_memory<C>) + 1024) <= 233472, "shared memory of an SM");
     extern __shared__ __align__(128) char memory[];
     return *(shared_memory<C> *)memory;
 }
 
-template <class C> SMOE_DEVICE void init_ring(shared_memory<C> &shared)
+template <class C> MOE_DEVICE void init_ring(shared_memory<C> &shared)
 {
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::SLOTS; i++) {
@@ -96,20 +96,20 @@ struct weight_rows {
 };
 
 // The number of the tile's rows that are no pad rows.
-SMOE_DEVICE int count_rows(const int32_t *row_token, moe_work tile, int lane)
+MOE_DEVICE int count_rows(const int32_t *row_token, moe_work tile, int lane)
 {
     uint32_t count = 0;
-    for (int row = lane; row < moe_work_blocks(tile) * SMOE_BLOCK_ROWS; row += 32)
+    for (int row = lane; row < moe_work_blocks(tile) * MOE_BLOCK_ROWS; row += 32)
         count += __ldcg(row_token + tile.row + row) >= 0;
     return (int)__reduce_add_sync(~0u, count);
 }
 
 // Writes the group of a tile of `rows` rows that begins with its row `first`.
 template <class C>
-SMOE_DEVICE void describe(shared_memory<C> &shared, uint32_t slot, const int32_t *row_token, moe_work tile,
-                          int column_tile, int first, int rows, int lane)
+MOE_DEVICE void describe(shared_memory<C> &shared, uint32_t slot, const int32_t *row_token, moe_work tile,
+                         int column_tile, int first, int rows, int lane)
 {
-    const int pad_rows = moe_work_blocks(tile) * SMOE_BLOCK_ROWS - rows;
+    const int pad_rows = moe_work_blocks(tile) * MOE_BLOCK_ROWS - rows;
     if (lane < GROUP) // after the last row, the last row again
         shared.tokens[slot][lane] = __ldcg(row_token + tile.row + min(first + lane, rows - 1));
     if (lane == 0)
@@ -121,8 +121,8 @@ SMOE_DEVICE void describe(shared_memory<C> &shared, uint32_t slot, const int32_t
 // elements. The copies of a slice do not depend on the number of rows, so the first ones begin before it is
 // known.
 template <class C, class W>
-SMOE_DEVICE void produce(shared_memory<C> &shared, const moe_cuda_lists &lists, const int32_t *row_token,
-                         int column_tiles, int length, const W &weights_of)
+MOE_DEVICE void produce(shared_memory<C> &shared, const moe_cuda_lists &lists, const int32_t *row_token,
+                        int column_tiles, int length, const W &weights_of)
 {
     ring_position<C::SLOTS> at(1);
     const int lane = threadIdx.x & 31, ctas = (int)gridDim.x;
@@ -159,8 +159,8 @@ SMOE_DEVICE void produce(shared_memory<C> &shared, const moe_cuda_lists &lists, 
 // The warp's share of the sums of one group. The lane has rows lane / 4 and lane / 4 + 8 of the group, which
 // begin at `upper` and `lower`.
 template <typename T, class C>
-SMOE_DEVICE void multiply_group(shared_memory<C> &shared, float (&sums)[GROUP][PITCH],
-                                ring_position<C::SLOTS> &at, int length, const char *upper, const char *lower)
+MOE_DEVICE void multiply_group(shared_memory<C> &shared, float (&sums)[GROUP][PITCH],
+                               ring_position<C::SLOTS> &at, int length, const char *upper, const char *lower)
 {
     const int warp = warp_number(), lane = threadIdx.x & 31, own = warp * STEP + (lane & 3) * 8;
     float acc[2][4] = {};
@@ -200,8 +200,8 @@ SMOE_DEVICE void multiply_group(shared_memory<C> &shared, float (&sums)[GROUP][P
 // stores element j of row i of the group, where a column tile has 1 << shift elements of every row; its
 // argument sum(j) is row i times row j of the weights. finish_pads(group) stores pad rows.
 template <typename T, class C, class R, class F, class P>
-SMOE_DEVICE void multiply_groups(shared_memory<C> &shared, int length, int shift, const R &start_of,
-                                 const F &finish, const P &finish_pads)
+MOE_DEVICE void multiply_groups(shared_memory<C> &shared, int length, int shift, const R &start_of,
+                                const F &finish, const P &finish_pads)
 {
     const int quad = (threadIdx.x & 31) >> 2;
     ring_position<C::SLOTS> at(0);

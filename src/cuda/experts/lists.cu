@@ -31,13 +31,13 @@ struct sums {
     uint32_t tiles, pieces, parts, splits;
 };
 
-SMOE_DEVICE sums operator+(sums a, sums b)
+MOE_DEVICE sums operator+(sums a, sums b)
 {
     return {a.tiles + b.tiles, a.pieces + b.pieces, a.parts + b.parts, a.splits + b.splits};
 }
 
 // Sum over the threads before this one.
-SMOE_DEVICE sums sums_before(sums own, uint32_t (&memory)[4][WARPS])
+MOE_DEVICE sums sums_before(sums own, uint32_t (&memory)[4][WARPS])
 {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     uint32_t value[4] = {own.tiles, own.pieces, own.parts, own.splits}, sum[4];
@@ -58,17 +58,17 @@ struct expert_work {
 };
 
 // The blocks before an expert.
-SMOE_DEVICE int blocks_before(const moe_cuda_make_lists &p, int expert)
+MOE_DEVICE int blocks_before(const moe_cuda_make_lists &p, int expert)
 {
     return p.block_offsets ? p.block_offsets[expert] : expert * p.padded_blocks;
 }
 
-SMOE_DEVICE int expert_at(const moe_cuda_make_lists &p, int place)
+MOE_DEVICE int expert_at(const moe_cuda_make_lists &p, int place)
 {
     return p.order ? p.order[place] : place;
 }
 
-SMOE_DEVICE expert_work work_of(const moe_cuda_make_lists &p, int expert, int limit)
+MOE_DEVICE expert_work work_of(const moe_cuda_make_lists &p, int expert, int limit)
 {
     const int first = blocks_before(p, expert), blocks = blocks_before(p, expert + 1) - first;
     return {first, blocks, max(1, (blocks + limit - 1) / limit)};
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ bo
         own[i] = {0, 0, 0, 0};
         if (at < p.experts) {
             const expert_work by_id = work_of(p, at, limit), by_size = work_of(p, expert_at(p, at), limit);
-            own[i].tiles = (by_id.blocks + SMOE_TILE_BLOCKS - 1) / SMOE_TILE_BLOCKS;
+            own[i].tiles = (by_id.blocks + MOE_TILE_BLOCKS - 1) / MOE_TILE_BLOCKS;
             own[i].pieces = by_size.blocks ? by_size.pieces : 0;
             own[i].splits = by_size.pieces > 1;
             own[i].parts = by_size.pieces > 1 ? by_size.pieces : 0;
@@ -124,9 +124,9 @@ __global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ bo
     const int lane = threadIdx.x & 31;
     for (int at = threadIdx.x >> 5; at < p.experts; at += WARPS) {
         const expert_work by_id = work_of(p, at, limit);
-        for (int i = lane * SMOE_TILE_BLOCKS; i < by_id.blocks; i += 32 * SMOE_TILE_BLOCKS)
-            p.lists.tiles[first_tile[at] + i / SMOE_TILE_BLOCKS] = moe_work_make(
-                (by_id.first_block + i) * SMOE_BLOCK_ROWS, at, min(SMOE_TILE_BLOCKS, by_id.blocks - i));
+        for (int i = lane * MOE_TILE_BLOCKS; i < by_id.blocks; i += 32 * MOE_TILE_BLOCKS)
+            p.lists.tiles[first_tile[at] + i / MOE_TILE_BLOCKS] = moe_work_make(
+                (by_id.first_block + i) * MOE_BLOCK_ROWS, at, min(MOE_TILE_BLOCKS, by_id.blocks - i));
         for (int i = lane; i < by_id.blocks; i += 32) p.lists.block_expert[by_id.first_block + i] = at;
 
         const int expert = expert_at(p, at);
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(THREADS) make_lists(const __grid_constant__ bo
         const int piece = at + part - split; // experts that are not split have one
         for (int i = lane; i < w.pieces; i += 32) {
             const int begin = moe_cut(w.blocks, w.pieces, i), end = moe_cut(w.blocks, w.pieces, i + 1);
-            p.lists.pieces[piece + i] = {(w.first_block + begin) * SMOE_BLOCK_ROWS, expert, end - begin,
+            p.lists.pieces[piece + i] = {(w.first_block + begin) * MOE_BLOCK_ROWS, expert, end - begin,
                                          w.pieces > 1 ? part + i : -1};
         }
         if (lane == 0 && w.pieces > 1) p.lists.splits[split] = {expert, part, w.pieces};

@@ -31,9 +31,9 @@ enum {
     THREADS = 128,
     STEP = 64, // of the sum
     SLOTS = 3,
-    ROWS = SMOE_TILE_BLOCKS * SMOE_BLOCK_ROWS, // of a tile of project
-    COLUMNS = 128,                             // of a tile of sum
-    WIDE_PITCH = COLUMNS * 2 + 16,             // bytes; 16 more, so that ldmatrix reads different banks
+    ROWS = MOE_TILE_BLOCKS * MOE_BLOCK_ROWS, // of a tile of project
+    COLUMNS = 128,                           // of a tile of sum
+    WIDE_PITCH = COLUMNS * 2 + 16,           // bytes; 16 more, so that ldmatrix reads different banks
     ROW_VECTORS = STEP / 8
 };
 
@@ -56,7 +56,7 @@ template <int RANK, bool RANK_MAJOR> struct project_shared {
 
 // One step of a factor's columns `first` on to shared memory at `to`; elements outside of the factor are 0.
 template <int RANK, bool RANK_MAJOR>
-SMOE_DEVICE void copy_factor(const moe_cuda_project &p, int expert, int first, int k, uint32_t to)
+MOE_DEVICE void copy_factor(const moe_cuda_project &p, int expert, int first, int k, uint32_t to)
 {
     const char *factor = (const char *)p.factor + (int64_t)expert * p.rank * p.width * 2;
     if (RANK_MAJOR)
@@ -77,7 +77,7 @@ SMOE_DEVICE void copy_factor(const moe_cuda_project &p, int expert, int first, i
 
 // The 16 x 16 fragment of the factor for columns 16 j of P and elements 16 kk of the step.
 template <int RANK, bool RANK_MAJOR>
-SMOE_DEVICE void load_factor(uint32_t (&f)[4], uint32_t from, int j, int kk, int lane)
+MOE_DEVICE void load_factor(uint32_t (&f)[4], uint32_t from, int j, int kk, int lane)
 {
     if (RANK_MAJOR)
         load_matrices(
@@ -97,20 +97,20 @@ template <typename T, int RANK, bool RANK_MAJOR> struct projector {
     const char *from[COPIES]; // this thread's 16 bytes of the next step
     uint32_t real;            // bit i: row i exists
 
-    SMOE_DEVICE void begin()
+    MOE_DEVICE void begin()
     {
         real = 0;
         const int vector = threadIdx.x % ROW_VECTORS;
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
             const int at = threadIdx.x / ROW_VECTORS + i * APART, row = tile.row + at;
-            const bool inside = at < moe_work_blocks(tile) * SMOE_BLOCK_ROWS;
+            const bool inside = at < moe_work_blocks(tile) * MOE_BLOCK_ROWS;
             const int source = !inside ? -1 : p.row_token ? __ldg(p.row_token + row) : row;
             real |= (source >= 0 ? 1u : 0u) << i;
             from[i] = (const char *)p.rows + ((int64_t)max(source, 0) * p.width + vector * 8) * 2;
         }
     }
-    SMOE_DEVICE void copy(int step)
+    MOE_DEVICE void copy(int step)
     {
         const uint32_t slot = base + step % SLOTS * shared::SLOT;
         const int vector = threadIdx.x % ROW_VECTORS, row = threadIdx.x / ROW_VECTORS;
@@ -122,7 +122,7 @@ template <typename T, int RANK, bool RANK_MAJOR> struct projector {
         }
         copy_factor<RANK, RANK_MAJOR>(p, moe_work_expert(tile), first, step * STEP, slot + shared::FACTOR);
     }
-    SMOE_DEVICE void multiply_step(float (&c)[2][RANK / 8][4], int step, int warp, int lane) const
+    MOE_DEVICE void multiply_step(float (&c)[2][RANK / 8][4], int step, int warp, int lane) const
     {
         const uint32_t slot = base + step % SLOTS * shared::SLOT;
 #pragma unroll
@@ -144,9 +144,9 @@ template <typename T, int RANK, bool RANK_MAJOR> struct projector {
             }
         }
     }
-    SMOE_DEVICE void store(const float (&c)[2][RANK / 8][4], int warp, int lane) const
+    MOE_DEVICE void store(const float (&c)[2][RANK / 8][4], int warp, int lane) const
     {
-        if (warp * 32 >= moe_work_blocks(tile) * SMOE_BLOCK_ROWS) return;
+        if (warp * 32 >= moe_work_blocks(tile) * MOE_BLOCK_ROWS) return;
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -159,7 +159,7 @@ template <typename T, int RANK, bool RANK_MAJOR> struct projector {
                 to[4 * p.rank] = storage<T>::pack(c[i][j][2], c[i][j][3]);
             }
     }
-    SMOE_DEVICE void run(int warp, int lane)
+    MOE_DEVICE void run(int warp, int lane)
     {
         const int steps = (p.width + STEP - 1) / STEP;
         float c[2][RANK / 8][4] = {};
@@ -212,7 +212,7 @@ template <typename T, typename G, int RANK> struct summer {
     const int expert, column, first; // column: of M; first: of P
     int64_t row0;                    // the expert's first row
 
-    SMOE_DEVICE void copy(int step) const
+    MOE_DEVICE void copy(int step) const
     {
         const uint32_t slot = base + step % SLOTS * shared::SLOT;
         const int vector = threadIdx.x % VECTORS;
@@ -236,13 +236,13 @@ template <typename T, typename G, int RANK> struct summer {
         }
     }
     // The elements of a fragment's register are those of rows `row` and `row` + 1.
-    SMOE_DEVICE uint32_t weigh(uint32_t pair, int64_t row) const
+    MOE_DEVICE uint32_t weigh(uint32_t pair, int64_t row) const
     {
         using S = storage<T>;
         return S::pack(S::low(pair) * __ldg(p.row_weight + row),
                        S::high(pair) * __ldg(p.row_weight + row + 1));
     }
-    SMOE_DEVICE void multiply_step(float (&c)[RANK / 16][4][4], int step, int warp, int lane) const
+    MOE_DEVICE void multiply_step(float (&c)[RANK / 16][4][4], int step, int warp, int lane) const
     {
         const uint32_t slot = base + step % SLOTS * shared::SLOT;
 #pragma unroll
@@ -272,17 +272,17 @@ template <typename T, typename G, int RANK> struct summer {
             }
         }
     }
-    SMOE_DEVICE void give_element(int rank, int at, float sum) const
+    MOE_DEVICE void give_element(int rank, int at, float sum) const
     {
         if (rank >= p.rank || at >= p.width) return;
         const int64_t inside = p.rank_major ? (int64_t)rank * p.width + at : (int64_t)at * p.rank + rank;
         give((G *)p.gradient + (int64_t)expert * p.rank * p.width + inside, sum, p.accumulate);
     }
-    SMOE_DEVICE void run(int warp, int lane)
+    MOE_DEVICE void run(int warp, int lane)
     {
         const int steps = p.block_offsets[expert + 1] - p.block_offsets[expert]; // a block each
         if (p.accumulate && steps == 0) return;
-        row0 = (int64_t)p.block_offsets[expert] * SMOE_BLOCK_ROWS;
+        row0 = (int64_t)p.block_offsets[expert] * MOE_BLOCK_ROWS;
         float c[RANK / 16][4][4] = {};
         for (int s = 0; s < SLOTS - 1; s++) {
             if (s < steps) copy(s);
@@ -306,7 +306,7 @@ template <typename T, typename G, int RANK> struct summer {
                                  column + warp * 32 + n * 8 + (lane & 3) * 2 + (i & 1), c[j][n][i]);
     }
 };
-static_assert((int)STEP == (int)SMOE_BLOCK_ROWS, "a step is a block");
+static_assert((int)STEP == (int)MOE_BLOCK_ROWS, "a step is a block");
 
 template <typename T, typename G, int RANK>
 __global__ void __launch_bounds__(THREADS) low_sum(const moe_cuda_low_sum p)

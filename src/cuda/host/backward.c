@@ -32,7 +32,7 @@ static void lay_out(const device_state *state, const moe_problem *p, int dw_last
     if (p->layer.inference) return;
     const smoe_layer *layer = &p->layer;
     const uint64_t rows = (uint64_t)p->padded_rows, experts = (uint64_t)layer->experts;
-    const int64_t blocks = p->padded_rows / SMOE_BLOCK_ROWS;
+    const int64_t blocks = p->padded_rows / MOE_BLOCK_ROWS;
     const int32_t d = (int32_t)layer->hidden, n = (int32_t)layer->intermediate;
     const moe_kernels *kernels = state->kernels;
     backward_scratch s = {0};
@@ -44,7 +44,7 @@ static void lay_out(const device_state *state, const moe_problem *p, int dw_last
     s.tiles = s.counts + moe_align_up(6 * sizeof(int32_t));
     s.pieces =
         s.tiles + moe_align_up(sizeof(moe_work) *
-                               (uint64_t)moe_work_bound(p->padded_rows, layer->experts, SMOE_TILE_BLOCKS));
+                               (uint64_t)moe_work_bound(p->padded_rows, layer->experts, MOE_TILE_BLOCKS));
     s.splits = s.pieces + moe_align_up(sizeof(moe_piece) * (experts + parts));
     s.block_expert = s.splits + moe_align_up(sizeof(moe_split) * (parts + 1));
     s.ds = s.block_expert + moe_align_up(sizeof(int32_t) * (uint64_t)(blocks + 1));
@@ -93,7 +93,7 @@ cudaError_t moe_cuda_make_backward_lists(const backward_call *c)
         .order = c->plan->order,
         .lists = c->lists,
         .experts = (int32_t)c->problem->layer.experts,
-        .padded_blocks = (int32_t)(c->rows / SMOE_BLOCK_ROWS),
+        .padded_blocks = (int32_t)(c->rows / MOE_BLOCK_ROWS),
         .weight_tiles = c->at.tiles2,
         .ctas = c->state->device.sms,
     };
@@ -379,7 +379,7 @@ backward_call moe_cuda_backward_call(const device_state *state, const moe_proble
         .block_offsets = plan->block_offsets,
         .block_stride = 1,
         .bias_counts = plan->counts,
-        .rows = problem->padded_rows / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS,
+        .rows = problem->padded_rows / MOE_BLOCK_ROWS * MOE_BLOCK_ROWS,
         .halves = problem->gated ? 2 : 1,
         .with_router = with_router,
         .on = launch_on(state, problem->layer.dtype, stream),

@@ -56,7 +56,7 @@ static received_backward lay_out(const device_state *state, const smoe_layer *la
     moe_cuda_lay_out_dw_last(state, p, &s.experts);
     s.tiles = moe_align_up(6 * sizeof(int32_t));
     s.pieces = s.tiles + moe_align_up(sizeof(moe_work) *
-                                      (uint64_t)moe_work_bound(p->padded_rows, experts, SMOE_TILE_BLOCKS));
+                                      (uint64_t)moe_work_bound(p->padded_rows, experts, MOE_TILE_BLOCKS));
     s.list_bytes = s.pieces + moe_align_up(sizeof(moe_piece) *
                                            (uint64_t)moe_work_bound(p->padded_rows, experts, s.piece_limit));
     s.lists = moe_align_up(s.experts.bytes);

@@ -43,7 +43,7 @@ void moe_cuda_lay_out_forward(const device_state *state, const moe_problem *p, m
     forward_scratch s = {0};
     s.tiles = s.counts + moe_align_up(4 * sizeof(int32_t));
     s.pieces = s.tiles + moe_align_up(sizeof(moe_work) *
-                                      (uint64_t)moe_work_bound(p->padded_rows, experts, SMOE_TILE_BLOCKS));
+                                      (uint64_t)moe_work_bound(p->padded_rows, experts, MOE_TILE_BLOCKS));
     s.a =
         s.pieces + moe_align_up(sizeof(moe_work) * (uint64_t)moe_work_bound(p->padded_rows, experts, limit));
     s.routing = s.a;
@@ -94,7 +94,7 @@ static cudaError_t plan_rows(const forward_call *c)
 static smoe_status check_offsets(smoe_context *context, const smoe_layer *layer, const void *offsets,
                                  void *stream)
 {
-    int64_t values[SMOE_MAX_EXPERTS + 1];
+    int64_t values[MOE_MAX_EXPERTS + 1];
     enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     cudaError_t status = cudaStreamIsCapturing(stream, &capture);
     if (status == cudaSuccess && capture != cudaStreamCaptureStatusNone)
@@ -251,7 +251,7 @@ forward_call moe_cuda_forward_call(const device_state *state, const moe_problem 
         .y = scratch + s.y,
         .block_offsets = plan->block_offsets,
         .block_stride = 1,
-        .rows = problem->padded_rows / SMOE_BLOCK_ROWS * SMOE_BLOCK_ROWS,
+        .rows = problem->padded_rows / MOE_BLOCK_ROWS * MOE_BLOCK_ROWS,
         .few_rows = !problem->layer.lora_rank1 && !problem->layer.lora_rank2 &&
                     state->kernels->few_rows(problem->rows, problem->layer.experts),
         .on = launch_on(state, problem->layer.dtype, stream),

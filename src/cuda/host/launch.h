@@ -14,7 +14,7 @@ extern "C" {
 /* Work lists of one plan: device memory, in scratch. */
 typedef struct moe_cuda_lists {
     int32_t *counts;  /* (2) entries of tiles and of pieces */
-    moe_work *tiles;  /* limit SMOE_TILE_BLOCKS */
+    moe_work *tiles;  /* limit MOE_TILE_BLOCKS */
     moe_work *pieces; /* limit piece_limit */
     int32_t piece_limit;
     int32_t *turn; /* (2) counters, zero between launches; see unit_ring.cuh */

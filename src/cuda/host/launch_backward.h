@@ -14,7 +14,7 @@ extern "C" {
 
 typedef struct moe_cuda_backward_lists {
     int32_t *counts;       /* (4) entries of tiles, of pieces with blocks, of splits, and of pieces */
-    moe_work *tiles;       /* limit SMOE_TILE_BLOCKS */
+    moe_work *tiles;       /* limit MOE_TILE_BLOCKS */
     moe_piece *pieces;     /* (experts + bound on the pieces of split experts) */
     moe_split *splits;     /* (experts) */
     int32_t *block_expert; /* (padded blocks) the expert of each block of rows, -1 past the last */

@@ -8,7 +8,7 @@ static cudaError_t project(const moe_launch *on, const moe_problem *problem, con
 {
     p.tiles = tiles;
     p.tile_count = tile_count;
-    p.tile_bound = moe_work_bound(problem->padded_rows, problem->layer.experts, SMOE_TILE_BLOCKS);
+    p.tile_bound = moe_work_bound(problem->padded_rows, problem->layer.experts, MOE_TILE_BLOCKS);
     return p.rank ? moe_cuda_project_launch(on, &p) : cudaSuccess;
 }
 

@@ -13,7 +13,7 @@ enum { ONE_TILE = 1 };
 
 static int32_t token_blocks(const smoe_layer *layer)
 {
-    return (int32_t)moe_divide_up(layer->tokens, SMOE_BLOCK_ROWS);
+    return (int32_t)moe_divide_up(layer->tokens, MOE_BLOCK_ROWS);
 }
 
 router_scratch moe_cuda_router_scratch(const device_state *state, const moe_problem *p, uint64_t at)
@@ -29,7 +29,7 @@ router_scratch moe_cuda_router_scratch(const device_state *state, const moe_prob
     s.parts_count = pieces > 1 ? (int32_t)pieces : 0;
     s.tiles = s.counts + moe_align_up(6 * sizeof(int32_t));
     s.pieces = s.tiles +
-               moe_align_up(sizeof(moe_work) * (uint64_t)moe_work_bound(layer->tokens, 1, SMOE_TILE_BLOCKS));
+               moe_align_up(sizeof(moe_work) * (uint64_t)moe_work_bound(layer->tokens, 1, MOE_TILE_BLOCKS));
     s.splits = s.pieces + moe_align_up(sizeof(moe_piece) * (uint64_t)pieces);
     s.block_expert = s.splits + moe_align_up(sizeof(moe_split));
     s.terms = s.block_expert + moe_align_up(sizeof(int32_t) * (uint64_t)blocks);

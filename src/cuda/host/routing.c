@@ -25,15 +25,14 @@ moe_routing_layout moe_cuda_lay_out_routing(const moe_device *device, const moe_
 {
     const smoe_layer *l = &problem->layer;
     const int rounded = l->rounding != SMOE_ROUNDING_NONE;
-    const int64_t panels = moe_divide_up(l->tokens, SMOE_ROUTE_PANEL),
-                  words = panels * SMOE_ROUTE_PANEL_WORDS;
+    const int64_t panels = moe_divide_up(l->tokens, MOE_ROUTE_PANEL), words = panels * MOE_ROUTE_PANEL_WORDS;
     const int64_t cells = panels * l->experts;
     const int64_t key = moe_type_bytes(l->logits_type); /* bytes of a key; 16 bits suffice for bf16 logits */
     moe_routing_layout at = {0};
     at.mask = take(&at, 4 * l->experts * words);
     at.all_counts = take(&at, rounded ? 4 * l->experts : 0);
     at.word_rows = take(&at, rounded ? 4 * l->experts * words : 0);
-    at.keys = take(&at, rounded ? key * cells * SMOE_ROUTE_PANEL : 0);
+    at.keys = take(&at, rounded ? key * cells * MOE_ROUTE_PANEL : 0);
     at.softmax = take(&at, (int64_t)sizeof(moe_token_softmax) * l->tokens);
     at.panel_probability = take(&at, 8 * cells);
     at.panel_z = take(&at, 8 * panels);
@@ -57,8 +56,8 @@ moe_cuda_routing moe_cuda_routing_of(const moe_problem *problem, const moe_routi
                                      void *scratch)
 {
     moe_cuda_routing r = {.layer = problem->layer};
-    r.panels = moe_divide_up(r.layer.tokens, SMOE_ROUTE_PANEL);
-    r.words = r.panels * SMOE_ROUTE_PANEL_WORDS;
+    r.panels = moe_divide_up(r.layer.tokens, MOE_ROUTE_PANEL);
+    r.words = r.panels * MOE_ROUTE_PANEL_WORDS;
     r.mask = part(scratch, at->mask);
     r.all_counts = part(scratch, at->all_counts);
     r.word_rows = part(scratch, at->word_rows);

@@ -12,8 +12,8 @@ extern "C" {
 #endif
 
 enum {
-    SMOE_ROUTE_PANEL = 256, /* tokens of a panel of scores and losses; the mask is padded to whole panels */
-    SMOE_ROUTE_PANEL_WORDS = SMOE_ROUTE_PANEL / 32
+    MOE_ROUTE_PANEL = 256, /* tokens of a panel of scores and losses; the mask is padded to whole panels */
+    MOE_ROUTE_PANEL_WORDS = MOE_ROUTE_PANEL / 32
 };
 
 /* The softmax of a token: p[e] = term(l[e] - max) / sum. */

@@ -75,39 +75,39 @@ namespace
 enum {
     THREADS = 256,
     WARPS = THREADS / 32,
-    STAGING_BYTES = 40 << 10,      // of a CTA's rows
-    MOST_EACH = SMOE_MAX_TOPK / 32 // pairs a lane
+    STAGING_BYTES = 40 << 10,     // of a CTA's rows
+    MOST_EACH = MOE_MAX_TOPK / 32 // pairs a lane
 };
-static_assert(STAGING_BYTES >= SMOE_MAX_EXPERTS * 4, "a token's row");
-static_assert(STAGING_BYTES + WARPS * SMOE_MAX_TOPK * 8 <= 48 << 10, "shared memory without asking for more");
+static_assert(STAGING_BYTES >= MOE_MAX_EXPERTS * 4, "a token's row");
+static_assert(STAGING_BYTES + WARPS * MOE_MAX_TOPK * 8 <= 48 << 10, "shared memory without asking for more");
 
 // ---- From shared to global memory
 
-SMOE_DEVICE void write4(float *to, float4 v)
+MOE_DEVICE void write4(float *to, float4 v)
 {
     *(float4 *)to = v;
 }
-template <typename T> SMOE_DEVICE void write4(T *to, float4 v)
+template <typename T> MOE_DEVICE void write4(T *to, float4 v)
 {
     using H = storage<T>;
     *(uint2 *)to = make_uint2(H::pack(v.x, v.y), H::pack(v.z, v.w));
 }
-SMOE_DEVICE void write1(float *to, float v)
+MOE_DEVICE void write1(float *to, float v)
 {
     *to = v;
 }
-SMOE_DEVICE void write1(__nv_bfloat16 *to, float v)
+MOE_DEVICE void write1(__nv_bfloat16 *to, float v)
 {
     *to = __float2bfloat16_rn(v);
 }
-SMOE_DEVICE void write1(__half *to, float v)
+MOE_DEVICE void write1(__half *to, float v)
 {
     *to = __float2half_rn(v);
 }
 
 // Writes the first `columns` elements of f32 rows of `stride` elements.
 template <typename O>
-SMOE_DEVICE void write_as(O *to, const float *staging, int tokens, int stride, int columns)
+MOE_DEVICE void write_as(O *to, const float *staging, int tokens, int stride, int columns)
 {
     if (columns == stride)
 #pragma unroll 1
@@ -123,7 +123,7 @@ static_assert(length_of(logits_types()) == 2, "write_rows and logit_at know f32 
 
 // Writes the CTA's rows: `tokens` tokens from `first` on, staging (tokens, stride).
 template <typename T>
-SMOE_DEVICE void write_rows(const moe_cuda_dlogits &p, const float *staging, int first, int tokens)
+MOE_DEVICE void write_rows(const moe_cuda_dlogits &p, const float *staging, int first, int tokens)
 {
     const int stride = p.stride, experts = (int)p.layer.experts;
     if (p.dense) write_as((T *)p.dense + (int64_t)first * stride, staging, tokens, stride, stride);
@@ -143,7 +143,7 @@ SMOE_DEVICE void write_rows(const moe_cuda_dlogits &p, const float *staging, int
 
 // With staging in the storage type, only dense is written.
 template <typename T>
-SMOE_DEVICE void write_rows(const moe_cuda_dlogits &p, const T *staging, int first, int tokens)
+MOE_DEVICE void write_rows(const moe_cuda_dlogits &p, const T *staging, int first, int tokens)
 {
     char *to = (char *)p.dense + (int64_t)first * (p.stride * 2);
 #pragma unroll 1
@@ -159,7 +159,7 @@ struct curve_at {
 };
 
 // sigma and sigma (1 - sigma), computed without overflow or cancellation.
-SMOE_DEVICE curve_at at_sigmoid(float logit)
+MOE_DEVICE curve_at at_sigmoid(float logit)
 {
     const float e = __expf(-fabsf(logit)), divisor = 1.0f / (1.0f + e);
     return {(logit < 0.0f ? e : 1.0f) * divisor, e * divisor * divisor};
@@ -168,7 +168,7 @@ SMOE_DEVICE curve_at at_sigmoid(float logit)
 #define MOE_AT_softmax break
 #define MOE_AT_sigmoid return at_sigmoid(logit)
 
-SMOE_DEVICE curve_at at_curve(smoe_score score, float logit)
+MOE_DEVICE curve_at at_curve(smoe_score score, float logit)
 {
     switch (score) {
 #define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
@@ -180,12 +180,12 @@ SMOE_DEVICE curve_at at_curve(smoe_score score, float logit)
 }
 
 // w of a pair from s = c w. Exact where c is 1.
-SMOE_DEVICE float unscaled(float weight, float scale)
+MOE_DEVICE float unscaled(float weight, float scale)
 {
     return scale == 1.0f ? weight : weight / scale;
 }
 
-SMOE_DEVICE float softmax_term(float logit, float max)
+MOE_DEVICE float softmax_term(float logit, float max)
 {
     return logit == max ? 1.0f : logit < max ? __expf(logit - max) : 0.0f; // 0 for NaN
 }
@@ -194,15 +194,15 @@ SMOE_DEVICE float softmax_term(float logit, float max)
 
 // The ids of a token's pairs as 16 bits, by k; NO_ID from K on. Rank of an id: how many ids are below it.
 constexpr int NO_ID = 0x7fff;
-static_assert(SMOE_MAX_EXPERTS <= NO_ID, "a bit free for the comparisons, two at a time");
+static_assert(MOE_MAX_EXPERTS <= NO_ID, "a bit free for the comparisons, two at a time");
 
 // Bits 15 and 31: set if that half of `ids` is at most `id`.
-SMOE_DEVICE uint32_t at_most(uint32_t ids, uint32_t id)
+MOE_DEVICE uint32_t at_most(uint32_t ids, uint32_t id)
 {
     return (id * 0x10001u + 0x80008000u - ids) & 0x80008000u;
 }
 
-template <int PLACES> SMOE_DEVICE uint32_t rank_of(const uint4 *ids, int id)
+template <int PLACES> MOE_DEVICE uint32_t rank_of(const uint4 *ids, int id)
 {
     uint32_t below = ~0u; // -1: the id itself is counted too
 #pragma unroll
@@ -214,7 +214,7 @@ template <int PLACES> SMOE_DEVICE uint32_t rank_of(const uint4 *ids, int id)
     return below;
 }
 
-SMOE_DEVICE float logit_at(const moe_cuda_dlogits &p, int64_t i)
+MOE_DEVICE float logit_at(const moe_cuda_dlogits &p, int64_t i)
 {
     return p.layer.logits_type == SMOE_TYPE_F32
                ? ((const float *)p.logits)[i]
@@ -302,8 +302,8 @@ __global__ void __launch_bounds__(THREADS, (PLACES > 32 ? 1024 : (int)SM_THREADS
 // ---- The kernel of any dlogits: one warp for each token
 
 struct token_work {
-    int id[SMOE_MAX_TOPK];
-    float kept[SMOE_MAX_TOPK]; // c dS by k, 0 for dropped pairs
+    int id[MOE_MAX_TOPK];
+    float kept[MOE_MAX_TOPK]; // c dS by k, 0 for dropped pairs
 };
 
 struct row_counts {
@@ -313,13 +313,13 @@ struct row_counts {
 // Puts c dS of the token's rows into w.kept (kept pairs) and row[e] (added pairs). For SIGMOID row[e] gets
 // the added pair's dlogit.
 template <typename L>
-SMOE_DEVICE row_counts gather_rows(const moe_cuda_dlogits &p, const L *logits, int64_t token, float *row,
-                                   token_work &w, int lane)
+MOE_DEVICE row_counts gather_rows(const moe_cuda_dlogits &p, const L *logits, int64_t token, float *row,
+                                  token_work &w, int lane)
 {
     const int topk = (int)p.layer.topk, end = __ldg(p.token_offsets + token + 1);
     uint32_t kept = 0, added = 0;
     for (int i = __ldg(p.token_offsets + token) + lane; i < end; i += 32) {
-        const int at = __ldg(p.token_rows + i), expert = __ldg(p.block_expert + at / SMOE_BLOCK_ROWS);
+        const int at = __ldg(p.token_rows + i), expert = __ldg(p.block_expert + at / MOE_BLOCK_ROWS);
         float g = p.layer.route_scale * sum_of_parts(p.ds, p.ds_parts, p.padded_rows, at);
         int k = 0;
         while (k < topk && w.id[k] != expert) k++;
@@ -341,7 +341,7 @@ SMOE_DEVICE row_counts gather_rows(const moe_cuda_dlogits &p, const L *logits, i
 // The coefficients of the two losses for a token.
 struct loss_coefficients {
     float balance, z;
-    SMOE_DEVICE loss_coefficients(const moe_cuda_dlogits &p, int64_t token) : balance(0.0f), z(0.0f)
+    MOE_DEVICE loss_coefficients(const moe_cuda_dlogits &p, int64_t token) : balance(0.0f), z(0.0f)
     {
         if (p.token_mask && !__ldg(p.token_mask + token)) return;
         balance = p.balance;
@@ -352,13 +352,13 @@ struct loss_coefficients {
     }
 };
 
-SMOE_DEVICE float balance_of(const moe_cuda_dlogits &p, float balance, int expert)
+MOE_DEVICE float balance_of(const moe_cuda_dlogits &p, float balance, int expert)
 {
     return balance == 0.0f ? 0.0f : balance * (float)__ldg(p.topk_counts + expert);
 }
 
 // C: each counted token has K pairs in topk_counts. Called by whole warps.
-SMOE_DEVICE float count_of_tokens(const moe_cuda_dlogits &p, int lane)
+MOE_DEVICE float count_of_tokens(const moe_cuda_dlogits &p, int lane)
 {
     if (!p.token_mask) return (float)p.layer.tokens;
     uint32_t pairs = 0;
@@ -369,8 +369,8 @@ SMOE_DEVICE float count_of_tokens(const moe_cuda_dlogits &p, int lane)
 // row[e] = p_e (v_e - sum v p + z), v from row[e] and the losses. For SIGMOID v is from the
 // losses alone, and the result is added to row[e].
 template <typename L>
-SMOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const loss_coefficients &losses, const L *logits,
-                                 float *row, int lane)
+MOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const loss_coefficients &losses, const L *logits,
+                                float *row, int lane)
 {
     const int experts = (int)p.layer.experts;
     const bool curve = moe_score_has_curve(p.layer.score);
@@ -403,8 +403,8 @@ SMOE_DEVICE void through_softmax(const moe_cuda_dlogits &p, const loss_coefficie
 
 // Adds the gradient through the weights of the kept pairs, where these are not p itself. weight: w by k.
 template <typename L>
-SMOE_DEVICE void through_kept(const moe_cuda_dlogits &p, const L *logits, const float (&weight)[MOST_EACH],
-                              float *row, const token_work &w, int lane)
+MOE_DEVICE void through_kept(const moe_cuda_dlogits &p, const L *logits, const float (&weight)[MOST_EACH],
+                             float *row, const token_work &w, int lane)
 {
     const bool curve = moe_score_has_curve(p.layer.score), divided = moe_weights_are_divided(&p.layer);
     float inner = 0.0f, divisor = 0.0f, slope[MOST_EACH];
@@ -431,7 +431,7 @@ SMOE_DEVICE void through_kept(const moe_cuda_dlogits &p, const L *logits, const 
 }
 
 template <typename L>
-SMOE_DEVICE void token_dlogits(const moe_cuda_dlogits &p, int64_t token, float *row, token_work &w, int lane)
+MOE_DEVICE void token_dlogits(const moe_cuda_dlogits &p, int64_t token, float *row, token_work &w, int lane)
 {
     const int topk = (int)p.layer.topk, experts = (int)p.layer.experts;
     const L *logits = (const L *)p.logits + token * experts;
@@ -534,7 +534,7 @@ cudaError_t launch_sparse(const moe_cuda_dlogits &p, const moe_launch *on, int64
     return p.layer.topk <= 8    ? launch_places<T, S, 8>(p, on, ctas)
            : p.layer.topk <= 16 ? launch_places<T, S, 16>(p, on, ctas)
            : p.layer.topk <= 32 ? launch_places<T, S, 32>(p, on, ctas)
-                                : launch_places<T, S, SMOE_MAX_TOPK>(p, on, ctas);
+                                : launch_places<T, S, MOE_MAX_TOPK>(p, on, ctas);
 }
 
 template <typename L, typename T>

@@ -30,7 +30,7 @@ namespace
 enum { THREADS = 256, WARPS = THREADS / 32 };
 
 // How many of an expert's tokens are counted; for every lane. A lane reads the byte of one token of a word.
-SMOE_DEVICE int counted_tokens(const moe_cuda_routing &r, const uint32_t *words, int lane)
+MOE_DEVICE int counted_tokens(const moe_cuda_routing &r, const uint32_t *words, int lane)
 {
     int tokens = 0;
 #pragma unroll 4
@@ -42,7 +42,7 @@ SMOE_DEVICE int counted_tokens(const moe_cuda_routing &r, const uint32_t *words,
 }
 
 // C: each counted token has K pairs in topk_counts. Called by whole warps.
-SMOE_DEVICE double count_of_tokens(const moe_cuda_routing &r, int lane)
+MOE_DEVICE double count_of_tokens(const moe_cuda_routing &r, int lane)
 {
     if (!r.token_mask) return (double)r.layer.tokens;
     long long pairs = 0;

@@ -61,26 +61,26 @@ struct quad {
     int token, k; // k of the first
 };
 
-SMOE_DEVICE quad quad_at(const problem &q, int i)
+MOE_DEVICE quad quad_at(const problem &q, int i)
 {
     const int token = (int)moe_divide(i, q.quads_reciprocal);
     return {token, 4 * (i - token * q.quads)};
 }
 
-SMOE_DEVICE int tokens_of_segment(const problem &q)
+MOE_DEVICE int tokens_of_segment(const problem &q)
 {
     return min(q.p.segment, q.p.tokens - (int)blockIdx.x * q.p.segment);
 }
 
 // The pair's place in ids and weights.
-SMOE_DEVICE int64_t pair_at(const problem &q, int token, int k)
+MOE_DEVICE int64_t pair_at(const problem &q, int token, int k)
 {
     return ((int64_t)blockIdx.x * q.p.segment + token) * q.p.topk + k;
 }
 
 // Four neighbouring values of a row of K, the first `left` of which exist, by the widest loads that are
 // aligned.
-SMOE_DEVICE uint4 load_four(const uint32_t *from, int topk, int left)
+MOE_DEVICE uint4 load_four(const uint32_t *from, int topk, int left)
 {
     if (topk % 4 == 0) return __ldcg((const uint4 *)from);
     if (topk % 2 == 0) {
@@ -93,7 +93,7 @@ SMOE_DEVICE uint4 load_four(const uint32_t *from, int topk, int left)
 }
 
 // Ids of 64 bits. An id that does not fit 32 bits is no expert's.
-SMOE_DEVICE uint4 load_four_wide(const long long *from, int left)
+MOE_DEVICE uint4 load_four_wide(const long long *from, int left)
 {
     uint32_t id[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -105,10 +105,10 @@ SMOE_DEVICE uint4 load_four_wide(const long long *from, int left)
 }
 
 // The thread's quads of ids, as the caller gave them.
-SMOE_DEVICE void load_ids(const problem &q, uint4 (&ids)[SMOE_PLAN_EACH], int quads)
+MOE_DEVICE void load_ids(const problem &q, uint4 (&ids)[MOE_PLAN_EACH], int quads)
 {
 #pragma unroll
-    for (int j = 0; j < SMOE_PLAN_EACH; j++) {
+    for (int j = 0; j < MOE_PLAN_EACH; j++) {
         const int i = threadIdx.x + j * THREADS;
         if (i >= quads) continue;
         const quad t = quad_at(q, i);
@@ -119,10 +119,10 @@ SMOE_DEVICE void load_ids(const problem &q, uint4 (&ids)[SMOE_PLAN_EACH], int qu
 }
 
 // Writes them to shared memory as 16 bits.
-SMOE_DEVICE void store_ids(const problem &q, uint2 *to, const uint4 (&ids)[SMOE_PLAN_EACH], int quads)
+MOE_DEVICE void store_ids(const problem &q, uint2 *to, const uint4 (&ids)[MOE_PLAN_EACH], int quads)
 {
 #pragma unroll
-    for (int j = 0; j < SMOE_PLAN_EACH; j++) {
+    for (int j = 0; j < MOE_PLAN_EACH; j++) {
         const int i = threadIdx.x + j * THREADS;
         if (i >= quads) continue;
         const int left = q.p.topk - quad_at(q, i).k;
@@ -130,16 +130,16 @@ SMOE_DEVICE void store_ids(const problem &q, uint2 *to, const uint4 (&ids)[SMOE_
 #pragma unroll
         for (int u = 0; u < 4; u++) {
             const bool real = id[u] < (uint32_t)q.p.experts && u < left;
-            id[u] = real ? id[u] : SMOE_PLAN_NO_ID;
+            id[u] = real ? id[u] : MOE_PLAN_NO_ID;
         }
         to[i] = {id[0] | id[1] << 16, id[2] | id[3] << 16};
     }
 }
 
-SMOE_DEVICE void load_weights(const problem &q, uint4 (&weights)[SMOE_PLAN_EACH], int quads)
+MOE_DEVICE void load_weights(const problem &q, uint4 (&weights)[MOE_PLAN_EACH], int quads)
 {
 #pragma unroll
-    for (int j = 0; j < SMOE_PLAN_EACH; j++) {
+    for (int j = 0; j < MOE_PLAN_EACH; j++) {
         const int i = threadIdx.x + j * THREADS;
         if (i >= quads) continue;
         const quad t = quad_at(q, i);
@@ -148,14 +148,14 @@ SMOE_DEVICE void load_weights(const problem &q, uint4 (&weights)[SMOE_PLAN_EACH]
     }
 }
 
-SMOE_DEVICE uint32_t id_of(uint2 ids, int u)
+MOE_DEVICE uint32_t id_of(uint2 ids, int u)
 {
     const uint32_t two = u < 2 ? ids.x : ids.y;
     return u % 2 ? two >> 16 : two & 0xffffu;
 }
 
 // Sets the pairs' bits.
-SMOE_DEVICE void mark(const problem &q, uint32_t *masks, const uint2 *ids, int quads)
+MOE_DEVICE void mark(const problem &q, uint32_t *masks, const uint2 *ids, int quads)
 {
 #pragma unroll 1
     for (int i = threadIdx.x; i < quads; i += THREADS) {
@@ -165,13 +165,13 @@ SMOE_DEVICE void mark(const problem &q, uint32_t *masks, const uint2 *ids, int q
         const uint2 v = ids[i];
 #pragma unroll
         for (int u = 0; u < 4; u++) { // without branches, so that no atomicOr waits for the one before
-            const bool real = id_of(v, u) != SMOE_PLAN_NO_ID;
+            const bool real = id_of(v, u) != MOE_PLAN_NO_ID;
             atomicOr(row + (real ? id_of(v, u) : 0), real ? bit : 0);
         }
     }
 }
 
-SMOE_DEVICE void clear(uint32_t *words, int count)
+MOE_DEVICE void clear(uint32_t *words, int count)
 {
     const uint4 zeros = {0, 0, 0, 0};
 #pragma unroll 1
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ problem
     const int experts = q.padded_experts, groups = q.p.segment / 32, quads = tokens_of_segment(q) * q.quads;
     clear(masks, groups * experts);
     wait_for_previous();
-    uint4 loaded[SMOE_PLAN_EACH];
+    uint4 loaded[MOE_PLAN_EACH];
     load_ids(q, loaded, quads);
     store_ids(q, ids, loaded, quads);
     __syncthreads();
@@ -251,7 +251,7 @@ struct scatter_memory {
     uint32_t *scratch;
 };
 
-SMOE_DEVICE scatter_memory memory_at(char *at, const moe_plan_shared &s)
+MOE_DEVICE scatter_memory memory_at(char *at, const moe_plan_shared &s)
 {
     return {(uint32_t *)(at + s.masks),
             (uint32_t *)(at + s.summed),
@@ -271,7 +271,7 @@ SMOE_DEVICE scatter_memory memory_at(char *at, const moe_plan_shared &s)
 }
 
 // For each group of 32 tokens the number of pairs in the groups before, and the segment's counts.
-SMOE_DEVICE void rank_groups(const problem &q, const scatter_memory &m, int warp, int lane)
+MOE_DEVICE void rank_groups(const problem &q, const scatter_memory &m, int warp, int lane)
 {
     const int experts = q.padded_experts, groups = q.p.segment / 32;
 #pragma unroll 1
@@ -292,7 +292,7 @@ SMOE_DEVICE void rank_groups(const problem &q, const scatter_memory &m, int warp
 }
 
 // If a token has several pairs with one expert, the lowest k counts; the others are marked.
-SMOE_DEVICE void mark_repeated(const problem &q, const scatter_memory &m, int quads)
+MOE_DEVICE void mark_repeated(const problem &q, const scatter_memory &m, int quads)
 {
     uint16_t *ids = (uint16_t *)m.ids;
 #pragma unroll 1
@@ -301,15 +301,15 @@ SMOE_DEVICE void mark_repeated(const problem &q, const scatter_memory &m, int qu
         const uint16_t id = ids[i];
         bool again = false;
 #pragma unroll 1
-        for (int j = first; j < i; j++) again |= (ids[j] & ~SMOE_PLAN_REPEATED) == id;
-        if (again && id != SMOE_PLAN_NO_ID) ids[i] = id | SMOE_PLAN_REPEATED;
+        for (int j = first; j < i; j++) again |= (ids[j] & ~MOE_PLAN_REPEATED) == id;
+        if (again && id != MOE_PLAN_NO_ID) ids[i] = id | MOE_PLAN_REPEATED;
     }
     __syncthreads();
 }
 
 // For four ids: how many of the token's pairs have a lower expert.
-SMOE_DEVICE void count_lower(const problem &q, const scatter_memory &m, int token, const uint32_t (&id)[4],
-                             uint32_t (&lower)[4])
+MOE_DEVICE void count_lower(const problem &q, const scatter_memory &m, int token, const uint32_t (&id)[4],
+                            uint32_t (&lower)[4])
 {
     const uint2 *ids = m.ids + token * q.quads;
     uint32_t both[4] = {0, 0, 0, 0};
@@ -325,12 +325,12 @@ SMOE_DEVICE void count_lower(const problem &q, const scatter_memory &m, int toke
 
 // For each token the number of pairs of the tokens before it. Every token has K pairs, unless the segment is
 // irregular (skipped or repeated ids).
-SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tokens, bool irregular)
+MOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tokens, bool irregular)
 {
     const int token = threadIdx.x;
     uint32_t first = (uint32_t)(token * q.p.topk);
     if (irregular) {
-        const uint32_t id[4] = {SMOE_PLAN_REPEATED, 0, 0, 0};
+        const uint32_t id[4] = {MOE_PLAN_REPEATED, 0, 0, 0};
         uint32_t own[4] = {0, 0, 0, 0};
         if (token < tokens) count_lower(q, m, token, id, own);
         first = sum_of_threads_before(own[0], m.scratch);
@@ -340,7 +340,7 @@ SMOE_DEVICE void place_tokens(const problem &q, const scatter_memory &m, int tok
 
 // Sums of the counts of all segments and of the segments before this one. A word holds two experts; a thread
 // sums eight experts over neighbouring segments.
-SMOE_DEVICE void sum_counts(const problem &q, const scatter_memory &m)
+MOE_DEVICE void sum_counts(const problem &q, const scatter_memory &m)
 {
     const int columns = q.padded_experts / 8, lines = (int)moe_divide(THREADS, q.columns_reciprocal);
     const int line = (int)moe_divide(threadIdx.x, q.columns_reciprocal),
@@ -376,7 +376,7 @@ SMOE_DEVICE void sum_counts(const problem &q, const scatter_memory &m)
 }
 
 // For every expert the number of its rows, and of those in the segments before.
-SMOE_DEVICE void take_sums(const problem &q, const scatter_memory &m, int warp, int lane)
+MOE_DEVICE void take_sums(const problem &q, const scatter_memory &m, int warp, int lane)
 {
     const int columns = q.padded_experts / 8;
 #pragma unroll 1
@@ -404,7 +404,7 @@ SMOE_DEVICE void take_sums(const problem &q, const scatter_memory &m, int warp, 
 
 // For every expert, where the segment's pairs go. A warp takes 32 experts at a time and sums the experts
 // before them itself, so that it need not wait for other warps.
-SMOE_DEVICE void place_experts(const problem &q, const scatter_memory &m, int warp, int lane)
+MOE_DEVICE void place_experts(const problem &q, const scatter_memory &m, int warp, int lane)
 {
     uint32_t blocks = 0, local = 0; // this lane's part of the sums over the experts before
     int summed = 0;
@@ -422,14 +422,14 @@ SMOE_DEVICE void place_experts(const problem &q, const scatter_memory &m, int wa
         const uint32_t local_end = __reduce_add_sync(~0u, local) + sum_up_to_lane(own_local, lane);
         const uint32_t sorted = local_end - own_local;
         if (!real) continue;
-        const uint32_t row = (blocks_end - own_blocks) * SMOE_BLOCK_ROWS + m.before[e];
+        const uint32_t row = (blocks_end - own_blocks) * MOE_BLOCK_ROWS + m.before[e];
         m.place[e] = {(int)(row - sorted), (int)sorted};
         if (e == q.padded_experts - 1) *m.blocks = blocks_end;
     }
 }
 
 // Writes every pair of the quad to its place in the sorted list, and its padded row to the token's list.
-SMOE_DEVICE void sort_quad(const problem &q, const scatter_memory &m, int i, uint4 weights)
+MOE_DEVICE void sort_quad(const problem &q, const scatter_memory &m, int i, uint4 weights)
 {
     const quad t = quad_at(q, i);
     const uint2 ids = m.ids[i];
@@ -442,7 +442,7 @@ SMOE_DEVICE void sort_quad(const problem &q, const scatter_memory &m, int i, uin
     const int group = (t.token >> 5) * q.padded_experts;
 #pragma unroll
     for (int u = 0; u < 4; u++) {
-        if (id[u] >= SMOE_PLAN_REPEATED) continue;
+        if (id[u] >= MOE_PLAN_REPEATED) continue;
         const int cell = group + (int)id[u];
         const int2 place = m.place[id[u]];
         const int at = place.y + m.group_before[cell] + __popc(m.masks[cell] & tokens_before);
@@ -452,7 +452,7 @@ SMOE_DEVICE void sort_quad(const problem &q, const scatter_memory &m, int i, uin
 }
 
 // Writes the segment's rows, expert by expert, and its tokens' lists of rows.
-SMOE_DEVICE void write_pairs(const problem &q, const scatter_memory &m, int tokens)
+MOE_DEVICE void write_pairs(const problem &q, const scatter_memory &m, int tokens)
 {
     const int pairs = (int)m.token_first[tokens], first_token = (int)blockIdx.x * q.p.segment;
     int32_t *token_rows = q.p.token_rows + *m.pairs_before;
@@ -472,7 +472,7 @@ SMOE_DEVICE void write_pairs(const problem &q, const scatter_memory &m, int toke
 __global__ void __launch_bounds__(THREADS, 2) scatter(const __grid_constant__ problem q)
 {
     extern __shared__ __align__(16) char memory[];
-    static_assert(SMOE_PLAN_EACH == 2, "the quads of a thread are named");
+    static_assert(MOE_PLAN_EACH == 2, "the quads of a thread are named");
     const scatter_memory m = memory_at(memory, q.shared);
     const int lane = threadIdx.x & 31, warp = warp_number();
     const int tokens = tokens_of_segment(q), quads = tokens * q.quads;
@@ -480,7 +480,7 @@ __global__ void __launch_bounds__(THREADS, 2) scatter(const __grid_constant__ pr
     const bool sums = !alone && !q.work.totals;
     clear(m.masks, (int)(q.shared.rows / 4));  // and the sums and totals behind them
     if (alone || counted) wait_for_previous(); // for top-K or the caller; count has waited for the caller
-    uint4 ids[SMOE_PLAN_EACH], weights[SMOE_PLAN_EACH]; // on their way, as the counts, all at once
+    uint4 ids[MOE_PLAN_EACH], weights[MOE_PLAN_EACH]; // on their way, as the counts, all at once
     load_ids(q, ids, quads);
     load_weights(q, weights, quads);
     __syncthreads();
@@ -506,13 +506,13 @@ __global__ void __launch_bounds__(THREADS, 2) scatter(const __grid_constant__ pr
         write_expert(q.p, m.rows, e);
     __syncthreads();
 #pragma unroll 1
-    for (int j = 0; j < SMOE_PLAN_EACH; j++) {
+    for (int j = 0; j < MOE_PLAN_EACH; j++) {
         const int i = threadIdx.x + j * THREADS;
         if (i < quads) sort_quad(q, m, i, j ? weights[1] : weights[0]);
     }
     __syncthreads();
     write_pairs(q, m, tokens);
-    write_tail(q.p, *m.blocks * SMOE_BLOCK_ROWS);
+    write_tail(q.p, *m.blocks * MOE_BLOCK_ROWS);
     let_next_start();
 }
 

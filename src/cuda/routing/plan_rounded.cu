@@ -48,13 +48,13 @@ struct row_in_flight {
     float weight;
 };
 
-SMOE_DEVICE void look_for(row_in_flight &row, int expert, int id, float weight)
+MOE_DEVICE void look_for(row_in_flight &row, int expert, int id, float weight)
 {
     row.kept |= id == expert;
     row.weight = id == expert ? weight : row.weight;
 }
 
-SMOE_DEVICE void look_for(row_in_flight &row, int expert, int4 id, float4 weight)
+MOE_DEVICE void look_for(row_in_flight &row, int expert, int4 id, float4 weight)
 {
     look_for(row, expert, id.x, weight.x);
     look_for(row, expert, id.y, weight.y);
@@ -65,7 +65,7 @@ SMOE_DEVICE void look_for(row_in_flight &row, int expert, int4 id, float4 weight
 // Looks for the expert among the tokens' ids, one or four at a time. The loads of all rows are in flight
 // together.
 template <typename I, typename W>
-SMOE_DEVICE void find_pairs(const moe_cuda_routing &r, row_in_flight (&rows)[IN_FLIGHT], int expert)
+MOE_DEVICE void find_pairs(const moe_cuda_routing &r, row_in_flight (&rows)[IN_FLIGHT], int expert)
 {
     constexpr int TOGETHER = (int)sizeof(I) / 4;
     const int topk = (int)r.layer.topk;
@@ -91,7 +91,7 @@ template <typename L> struct pair_score {
 };
 
 // The weight of a pair that rounding added.
-template <typename L> SMOE_DEVICE float added_weight(const smoe_layer &layer, const pair_score<L> &pair)
+template <typename L> MOE_DEVICE float added_weight(const smoe_layer &layer, const pair_score<L> &pair)
 {
     const float logit = logits_of<L>::value(pair.logit);
     const float score = moe_score_has_curve(layer.score)
@@ -107,13 +107,13 @@ struct row_range {
 
 // Every CTA sums all counts. `rows` gets the counts, or only zeros if a count is negative or above T, or if
 // the blocks of all experts exceed the padded rows.
-SMOE_DEVICE row_range place_expert(const moe_cuda_plan &p, uint32_t *rows, uint32_t *scratch)
+MOE_DEVICE row_range place_expert(const moe_cuda_plan &p, uint32_t *rows, uint32_t *scratch)
 {
     __shared__ row_range place;
     const int experts = p.experts, each = (experts + THREADS - 1) / THREADS;
     const int begin = min((int)threadIdx.x * each, experts), end = min(begin + each, experts);
     const uint32_t too_many =
-        (uint32_t)p.padded_rows / SMOE_BLOCK_ROWS + 1; // sums that stop here cannot overflow
+        (uint32_t)p.padded_rows / MOE_BLOCK_ROWS + 1; // sums that stop here cannot overflow
     uint32_t own = 0;
     for (int e = begin; e < end; e++) {
         rows[e] = (uint32_t)__ldcg(p.counts + e);
@@ -130,10 +130,10 @@ SMOE_DEVICE row_range place_expert(const moe_cuda_plan &p, uint32_t *rows, uint3
         for (int e = begin; e < end; e++) rows[e] = 0;
     uint32_t block = sum_of_threads_before(fits ? own : 0, scratch);
     for (int e = begin; e < end; e++) {
-        if (e == (int)blockIdx.x) place.first = block * SMOE_BLOCK_ROWS;
+        if (e == (int)blockIdx.x) place.first = block * MOE_BLOCK_ROWS;
         block += blocks_of(rows[e]);
     }
-    if (threadIdx.x == THREADS - 1) place.end = block * SMOE_BLOCK_ROWS;
+    if (threadIdx.x == THREADS - 1) place.end = block * MOE_BLOCK_ROWS;
     __syncthreads();
     return place;
 }
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 
 // ---- token_rows
 
-__host__ SMOE_DEVICE int map_experts(int64_t experts)
+__host__ MOE_DEVICE int map_experts(int64_t experts)
 {
     return (int)(experts + 127) / 128 * 128; // quarters of whole warps
 }
@@ -216,8 +216,7 @@ struct map_memory {
 };
 
 // Loads them. Returns the number of rows of all tokens before. *before is 0 at the call.
-SMOE_DEVICE int load_words(const moe_cuda_routing &r, const moe_cuda_plan &p, const map_memory &m,
-                           int *before)
+MOE_DEVICE int load_words(const moe_cuda_routing &r, const moe_cuda_plan &p, const map_memory &m, int *before)
 {
     int part = 0;
     const bool empty = __ldcg(p.block_offsets + p.experts) == 0;
@@ -229,7 +228,7 @@ SMOE_DEVICE int load_words(const moe_cuda_routing &r, const moe_cuda_plan &p, co
             const int64_t at = (int64_t)e * r.words + (int64_t)blockIdx.x * MAP_WORDS;
             bits = *(const uint4 *)(r.mask + at);
             rows = *(const int4 *)(r.word_rows + at);
-            part += rows.x - p.block_offsets[e] * SMOE_BLOCK_ROWS;
+            part += rows.x - p.block_offsets[e] * MOE_BLOCK_ROWS;
         }
         m.bits[e] = bits.x, m.bits[m.experts + e] = bits.y;
         m.bits[2 * m.experts + e] = bits.z, m.bits[3 * m.experts + e] = bits.w;
@@ -243,7 +242,7 @@ SMOE_DEVICE int load_words(const moe_cuda_routing &r, const moe_cuda_plan &p, co
 }
 
 // Bit i of lane j becomes bit j of lane i.
-SMOE_DEVICE uint32_t transpose(uint32_t bits, int lane)
+MOE_DEVICE uint32_t transpose(uint32_t bits, int lane)
 {
     const uint32_t kept[5] = {0x55555555u, 0x33333333u, 0x0f0f0f0fu, 0x00ff00ffu, 0x0000ffffu};
 #pragma unroll

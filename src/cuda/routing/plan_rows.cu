@@ -17,7 +17,7 @@ namespace plan
 namespace
 {
 
-SMOE_DEVICE int read_offset(const moe_cuda_plan &p, int i)
+MOE_DEVICE int read_offset(const moe_cuda_plan &p, int i)
 {
     const long long at = p.wide_index ? __ldcg((const long long *)p.offsets + i)
                                       : (long long)__ldcg((const int *)p.offsets + i);
@@ -35,7 +35,7 @@ struct totals {
 };
 
 // Each thread computes several neighbouring experts.
-SMOE_DEVICE totals place_runs(const moe_cuda_plan &p, const expert_runs &s)
+MOE_DEVICE totals place_runs(const moe_cuda_plan &p, const expert_runs &s)
 {
     __shared__ totals all;
     const int experts = p.experts, each = (experts + THREADS - 1) / THREADS;
@@ -63,7 +63,7 @@ SMOE_DEVICE totals place_runs(const moe_cuda_plan &p, const expert_runs &s)
 
 // The expert of a block: the last one that starts at or before it. Empty experts start where the next one
 // does.
-SMOE_DEVICE int expert_of(const uint32_t *first_block, int experts, uint32_t block)
+MOE_DEVICE int expert_of(const uint32_t *first_block, int experts, uint32_t block)
 {
     int low = 0, high = experts;
     while (high - low > 1) {
@@ -88,10 +88,10 @@ __global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ moe_cuda
 #pragma unroll 1
     for (uint32_t block = warp; block < all.blocks; block += warps) {
         const int expert = expert_of(s.first_block, p.experts, block);
-        for (int i = lane; i < SMOE_BLOCK_ROWS; i += 32) {
-            const uint32_t within = (block - s.first_block[expert]) * SMOE_BLOCK_ROWS + i;
+        for (int i = lane; i < MOE_BLOCK_ROWS; i += 32) {
+            const uint32_t within = (block - s.first_block[expert]) * MOE_BLOCK_ROWS + i;
             if (within >= s.rows[expert]) continue;
-            const int row = (int)(block * SMOE_BLOCK_ROWS + i), source = (int)(s.first_row[expert] + within);
+            const int row = (int)(block * MOE_BLOCK_ROWS + i), source = (int)(s.first_row[expert] + within);
             p.row_token[row] = source;
             p.row_weight[row] = p.weights ? __ldg(p.weights + source) : 1.0f;
             p.token_rows[source] = row;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(THREADS) rows(const __grid_constant__ moe_cuda
 #pragma unroll 1
     for (int64_t token = blockIdx.x * THREADS + threadIdx.x; token <= p.tokens; token += gridDim.x * THREADS)
         p.token_offsets[token] = (int32_t)min(token, (int64_t)all.rows);
-    write_tail(p, all.blocks * SMOE_BLOCK_ROWS);
+    write_tail(p, all.blocks * MOE_BLOCK_ROWS);
 }
 
 } // namespace

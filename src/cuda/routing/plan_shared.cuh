@@ -11,11 +11,11 @@ namespace moe
 namespace plan
 {
 
-enum { THREADS = SMOE_PLAN_THREADS, WARPS = THREADS / 32 };
+enum { THREADS = MOE_PLAN_THREADS, WARPS = THREADS / 32 };
 
-SMOE_DEVICE uint32_t blocks_of(uint32_t rows)
+MOE_DEVICE uint32_t blocks_of(uint32_t rows)
 {
-    return (rows + SMOE_BLOCK_ROWS - 1) / SMOE_BLOCK_ROWS;
+    return (rows + MOE_BLOCK_ROWS - 1) / MOE_BLOCK_ROWS;
 }
 
 // For one expert: sums over the experts before it, and its position in the order.
@@ -23,12 +23,12 @@ struct expert_sums {
     uint32_t place, rows, blocks, odd, pieces; // odd: experts with an odd number of blocks
 };
 
-SMOE_DEVICE uint32_t tiles_of(const expert_sums &s)
+MOE_DEVICE uint32_t tiles_of(const expert_sums &s)
 {
     return (s.blocks + s.odd) / 2;
 }
 
-SMOE_DEVICE void add_expert(expert_sums &s, uint32_t rows, uint32_t piece_limit)
+MOE_DEVICE void add_expert(expert_sums &s, uint32_t rows, uint32_t piece_limit)
 {
     const uint32_t blocks = blocks_of(rows);
     s.rows += rows;
@@ -38,7 +38,7 @@ SMOE_DEVICE void add_expert(expert_sums &s, uint32_t rows, uint32_t piece_limit)
 }
 
 // Computed by one warp. `rows`: of every expert, in shared memory.
-SMOE_DEVICE expert_sums sum_experts(const moe_cuda_plan &p, const uint32_t *rows, int expert, int lane)
+MOE_DEVICE expert_sums sum_experts(const moe_cuda_plan &p, const uint32_t *rows, int expert, int lane)
 {
     const uint32_t own = rows[expert];
     expert_sums s = {0, 0, 0, 0, 0};
@@ -55,7 +55,7 @@ SMOE_DEVICE expert_sums sum_experts(const moe_cuda_plan &p, const uint32_t *rows
 
 // One warp writes an expert's entries of the tables, its pad rows and its entries of the work lists.
 template <bool COUNTED = false>
-SMOE_DEVICE void write_expert(const moe_cuda_plan &p, const uint32_t *rows, int expert)
+MOE_DEVICE void write_expert(const moe_cuda_plan &p, const uint32_t *rows, int expert)
 {
     const int lane = threadIdx.x & 31;
     const uint32_t own = rows[expert];
@@ -76,7 +76,7 @@ SMOE_DEVICE void write_expert(const moe_cuda_plan &p, const uint32_t *rows, int 
             p.lists.turn[0] = p.lists.turn[1] = 0;
         }
     }
-    const uint32_t first = before.blocks * SMOE_BLOCK_ROWS, end = after.blocks * SMOE_BLOCK_ROWS;
+    const uint32_t first = before.blocks * MOE_BLOCK_ROWS, end = after.blocks * MOE_BLOCK_ROWS;
     const int blocks = (int)(after.blocks - before.blocks);
 #pragma unroll 1
     for (uint32_t row = first + own + lane; row < end; row += 32) {
@@ -86,18 +86,18 @@ SMOE_DEVICE void write_expert(const moe_cuda_plan &p, const uint32_t *rows, int 
 #pragma unroll 1
     for (int i = lane; i < (blocks + 1) / 2; i += 32)
         p.lists.tiles[tiles_of(before) + i] =
-            moe_work_make((int32_t)(first + i * 2 * SMOE_BLOCK_ROWS), expert, min(2, blocks - 2 * i));
+            moe_work_make((int32_t)(first + i * 2 * MOE_BLOCK_ROWS), expert, min(2, blocks - 2 * i));
     const int pieces = (int)(after.pieces - before.pieces);
 #pragma unroll 1
     for (int i = lane; i < pieces; i += 32) {
         const int begin = moe_cut(blocks, pieces, i), end_block = moe_cut(blocks, pieces, i + 1);
         p.lists.pieces[before.pieces + i] =
-            moe_work_make((int32_t)(first + begin * SMOE_BLOCK_ROWS), expert, end_block - begin);
+            moe_work_make((int32_t)(first + begin * MOE_BLOCK_ROWS), expert, end_block - begin);
     }
 }
 
 // Marks all padded rows from `first` on as pad rows. Done by the whole grid.
-SMOE_DEVICE void write_tail(const moe_cuda_plan &p, uint32_t first)
+MOE_DEVICE void write_tail(const moe_cuda_plan &p, uint32_t first)
 {
 #pragma unroll 1
     for (uint32_t row = first + blockIdx.x * THREADS + threadIdx.x; row < (uint32_t)p.padded_rows;

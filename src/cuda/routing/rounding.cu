@@ -69,52 +69,52 @@ template <typename L> struct column {
 template <typename K> struct ranks_of;
 
 template <> struct ranks_of<uint32_t> {
-    static SMOE_DEVICE uint32_t of_keys(uint32_t keys, bool adds)
+    static MOE_DEVICE uint32_t of_keys(uint32_t keys, bool adds)
     {
         return adds ? keys + 1u : ~keys;
     }
-    static SMOE_DEVICE uint32_t larger(uint32_t a, uint32_t b)
+    static MOE_DEVICE uint32_t larger(uint32_t a, uint32_t b)
     {
         return max(a, b);
     }
-    static SMOE_DEVICE uint32_t largest(uint32_t ranks)
+    static MOE_DEVICE uint32_t largest(uint32_t ranks)
     {
         return ranks;
     }
-    static SMOE_DEVICE uint32_t all(uint32_t rank)
+    static MOE_DEVICE uint32_t all(uint32_t rank)
     {
         return rank;
     }
     // Keeps the ranks whose bits are set; the others become 0.
-    static SMOE_DEVICE uint4 keep(uint4 v, uint32_t bits)
+    static MOE_DEVICE uint4 keep(uint4 v, uint32_t bits)
     {
         return {bits & 1 ? v.x : 0, bits & 2 ? v.y : 0, bits & 4 ? v.z : 0, bits & 8 ? v.w : 0};
     }
 };
 
 template <> struct ranks_of<uint16_t> {
-    static SMOE_DEVICE uint32_t of_keys(uint32_t keys, bool adds)
+    static MOE_DEVICE uint32_t of_keys(uint32_t keys, bool adds)
     {
         return adds ? keys + 0x00010001u : ~keys; // a carry comes only from a key past the last token
     }
-    static SMOE_DEVICE uint32_t larger(uint32_t a, uint32_t b)
+    static MOE_DEVICE uint32_t larger(uint32_t a, uint32_t b)
     {
         return __vmaxu2(a, b);
     }
-    static SMOE_DEVICE uint32_t largest(uint32_t ranks)
+    static MOE_DEVICE uint32_t largest(uint32_t ranks)
     {
         return max(ranks >> 16, ranks & 0xffffu);
     }
-    static SMOE_DEVICE uint32_t all(uint32_t rank)
+    static MOE_DEVICE uint32_t all(uint32_t rank)
     {
         return rank * 0x00010001u;
     }
     // Bits 0 to 3 become bytes 0 to 3, each 0xff or 0.
-    static SMOE_DEVICE uint32_t bytes_of(uint32_t bits)
+    static MOE_DEVICE uint32_t bytes_of(uint32_t bits)
     {
         return ((bits & 15u) * 0x00204081u & 0x01010101u) * 255u;
     }
-    static SMOE_DEVICE uint4 keep(uint4 v, uint32_t bits)
+    static MOE_DEVICE uint4 keep(uint4 v, uint32_t bits)
     {
         const uint32_t low = bytes_of(bits), high = bytes_of(bits >> 4);
         return {v.x & __byte_perm(low, 0, 0x1100), v.y & __byte_perm(low, 0, 0x3322),
@@ -129,13 +129,13 @@ template <typename L> struct candidates {
     bool adds;
     enum { BYTES = (int)sizeof(key), PER = 16 / BYTES };
 
-    SMOE_DEVICE uint32_t vectors() const
+    MOE_DEVICE uint32_t vectors() const
     {
         return (c.tokens + PER - 1) / PER;
     }
 
     // Ranks of vector i, 16 bytes of keys; 0 for those that cannot move.
-    SMOE_DEVICE uint4 ranks_at(uint32_t i) const
+    MOE_DEVICE uint4 ranks_at(uint32_t i) const
     {
         using ranks = ranks_of<key>;
         const uint4 v = ((const uint4 *)c.keys)[i];
@@ -149,14 +149,14 @@ template <typename L> struct candidates {
     }
 
     // f(first token, ranks) for the thread's vectors.
-    template <typename F> SMOE_DEVICE void each_vector(F f) const
+    template <typename F> MOE_DEVICE void each_vector(F f) const
     {
 #pragma unroll 2
         for (uint32_t i = threadIdx.x; i < vectors(); i += THREADS) f(i * PER, ranks_at(i));
     }
 
     // f(token, rank) for every token of a vector.
-    template <typename F> static SMOE_DEVICE void each_of_vector(uint32_t first, uint4 v, F f)
+    template <typename F> static MOE_DEVICE void each_of_vector(uint32_t first, uint4 v, F f)
     {
         const uint32_t quarters[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -167,7 +167,7 @@ template <typename L> struct candidates {
     }
 
     // Of the thread's tokens.
-    SMOE_DEVICE uint32_t largest_rank() const
+    MOE_DEVICE uint32_t largest_rank() const
     {
         using ranks = ranks_of<key>;
         uint32_t largest = 0;
@@ -180,7 +180,7 @@ template <typename L> struct candidates {
     // f(token, rank) where the rank is at least `bound`, which is not 0. Such tokens are only in the vectors
     // of `count` threads, the holders; all threads share the work on these vectors.
     template <typename F>
-    SMOE_DEVICE void each_from(uint32_t bound, const uint16_t *holders, uint32_t count, F f) const
+    MOE_DEVICE void each_from(uint32_t bound, const uint16_t *holders, uint32_t count, F f) const
     {
         using ranks = ranks_of<key>;
         const uint32_t below = ranks::all(bound - 1), shift = count > 1 ? 32 - __clz((int)count - 1) : 0;
@@ -201,7 +201,7 @@ template <typename L> struct candidates {
     }
 
     // f(token, order) for the thread's share of the tokens, order 0 for those that cannot move.
-    template <typename F> SMOE_DEVICE void each_order(F f) const
+    template <typename F> MOE_DEVICE void each_order(F f) const
     {
         each_vector([&](uint32_t first, uint4 v) {
             each_of_vector(first, v, [&](uint32_t token, uint32_t rank) {
@@ -210,7 +210,7 @@ template <typename L> struct candidates {
         });
     }
 
-    SMOE_DEVICE uint32_t token_of(uint64_t order) const
+    MOE_DEVICE uint32_t token_of(uint64_t order) const
     {
         return adds ? ~(uint32_t)order : (uint32_t)order;
     }
@@ -225,7 +225,7 @@ struct shared_memory {
 };
 
 // A rank that the maxima of at least n threads reach, and of few more; 1 if there is none.
-SMOE_DEVICE uint32_t bound_of_maxima(uint32_t maximum, int n, uint32_t largest)
+MOE_DEVICE uint32_t bound_of_maxima(uint32_t maximum, int n, uint32_t largest)
 {
     uint32_t low = 0, high = largest;
     while (low < high) {
@@ -238,13 +238,13 @@ SMOE_DEVICE uint32_t bound_of_maxima(uint32_t maximum, int n, uint32_t largest)
     return max(low, 1u);
 }
 
-SMOE_DEVICE void flip(uint32_t *mask, uint32_t token)
+MOE_DEVICE void flip(uint32_t *mask, uint32_t token)
 {
     atomicXor(mask + token / 32, 1u << token % 32);
 }
 
 // Flips the mask bits of the candidates whose order is at least `limit`.
-template <typename L> SMOE_DEVICE void move(const candidates<L> &all, uint64_t limit, uint32_t *mask)
+template <typename L> MOE_DEVICE void move(const candidates<L> &all, uint64_t limit, uint32_t *mask)
 {
     all.each_order([&](uint32_t token, uint64_t order) {
         if (order >= limit) flip(mask, token);
@@ -253,8 +253,8 @@ template <typename L> SMOE_DEVICE void move(const candidates<L> &all, uint64_t l
 
 // By bisection over all orders from `low` on: the largest one that at least n candidates reach.
 template <typename L>
-SMOE_DEVICE uint64_t limit_by_bisection(const candidates<L> &all, uint32_t n, uint64_t low,
-                                        const shared_memory &m)
+MOE_DEVICE uint64_t limit_by_bisection(const candidates<L> &all, uint32_t n, uint64_t low,
+                                       const shared_memory &m)
 {
     uint64_t high = ((uint64_t)logits_of<L>::largest_key << 32) + 0xffffffffu;
     while (low < high) {
@@ -272,7 +272,7 @@ SMOE_DEVICE uint64_t limit_by_bisection(const candidates<L> &all, uint32_t n, ui
 // The order that exactly n >= 1 candidates reach; there are at least n candidates. If a mask is given, these
 // n are moved in it.
 template <typename L>
-SMOE_DEVICE uint64_t find_limit(const candidates<L> &all, uint32_t n, uint32_t *mask, const shared_memory &m)
+MOE_DEVICE uint64_t find_limit(const candidates<L> &all, uint32_t n, uint32_t *mask, const shared_memory &m)
 {
     const uint32_t maximum = all.largest_rank();
     if (threadIdx.x == 0) *m.found = *m.holding = 0;
@@ -312,7 +312,7 @@ SMOE_DEVICE uint64_t find_limit(const candidates<L> &all, uint32_t n, uint32_t *
 
 // The sum of the scores of the candidates whose order is at least `limit`, in fixed point.
 template <typename L>
-SMOE_DEVICE int64_t score_sum(const candidates<L> &all, uint64_t limit, unsigned long long *memory)
+MOE_DEVICE int64_t score_sum(const candidates<L> &all, uint64_t limit, unsigned long long *memory)
 {
     unsigned long long sum = 0;
     all.each_order([&](uint32_t token, uint64_t order) {
@@ -329,7 +329,7 @@ SMOE_DEVICE int64_t score_sum(const candidates<L> &all, uint64_t limit, unsigned
 }
 
 // The number of an expert's tokens under plain top-K.
-SMOE_DEVICE uint32_t count_tokens(const uint32_t *mask, int64_t words, uint32_t *memory)
+MOE_DEVICE uint32_t count_tokens(const uint32_t *mask, int64_t words, uint32_t *memory)
 {
     uint32_t tokens = 0;
 #pragma unroll 2
@@ -342,8 +342,8 @@ SMOE_DEVICE uint32_t count_tokens(const uint32_t *mask, int64_t words, uint32_t 
 
 // The residual that balance rounding carries to this expert. The closed form does not hold if the hi of an
 // expert is above T; then a loop goes over the experts before this one.
-SMOE_DEVICE int64_t residual_before(const moe_cuda_routing &r, int expert, const shared_memory &m,
-                                    int64_t *walked)
+MOE_DEVICE int64_t residual_before(const moe_cuda_routing &r, int expert, const shared_memory &m,
+                                   int64_t *walked)
 {
     const int64_t tile = r.layer.tile, tokens = r.layer.tokens;
     uint32_t sum = 0;
@@ -369,8 +369,8 @@ SMOE_DEVICE int64_t residual_before(const moe_cuda_routing &r, int expert, const
 }
 
 // Does the rule take hi rather than lo? For every rule but NR_S.
-SMOE_DEVICE bool picks_hi(const moe_cuda_routing &r, int expert, int64_t count, int64_t lo,
-                          const shared_memory &m, int64_t *walked)
+MOE_DEVICE bool picks_hi(const moe_cuda_routing &r, int expert, int64_t count, int64_t lo,
+                         const shared_memory &m, int64_t *walked)
 {
     const int64_t tile = r.layer.tile;
     switch (r.layer.rounding) {
@@ -388,7 +388,7 @@ SMOE_DEVICE bool picks_hi(const moe_cuda_routing &r, int expert, int64_t count, 
 }
 
 // Starts a copy to shared memory.
-SMOE_DEVICE void copy16(void *to, const void *from, int64_t bytes)
+MOE_DEVICE void copy16(void *to, const void *from, int64_t bytes)
 {
     const uint32_t shared = shared_address(to);
     for (uint32_t at = threadIdx.x * 16; at < bytes; at += THREADS * 16)
@@ -411,12 +411,12 @@ __global__ void __launch_bounds__(THREADS, 2) round_expert(const __grid_constant
     const int expert = blockIdx.x;
     uint32_t *mask = r.mask + (int64_t)expert * r.words;
     wait_for_previous();
-    column<L> c = {(const key *)r.keys + (int64_t)expert * r.panels * SMOE_ROUTE_PANEL, mask,
+    column<L> c = {(const key *)r.keys + (int64_t)expert * r.panels * MOE_ROUTE_PANEL, mask,
                    (uint32_t)r.layer.tokens};
     if (RESIDENT) {
         key *keys = (key *)memory;
-        uint32_t *words = (uint32_t *)(keys + r.panels * SMOE_ROUTE_PANEL);
-        copy16(keys, c.keys, r.panels * SMOE_ROUTE_PANEL * (int64_t)sizeof(key));
+        uint32_t *words = (uint32_t *)(keys + r.panels * MOE_ROUTE_PANEL);
+        copy16(keys, c.keys, r.panels * MOE_ROUTE_PANEL * (int64_t)sizeof(key));
         copy16(words, mask, r.words * 4);
         c.keys = keys;
         c.words = words;
@@ -460,7 +460,7 @@ int column_bytes(const moe_device *device)
 template <typename L> cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
 {
     const int64_t bytes =
-        r.panels * SMOE_ROUTE_PANEL * (int64_t)sizeof(typename logits_of<L>::key) + r.words * 4;
+        r.panels * MOE_ROUTE_PANEL * (int64_t)sizeof(typename logits_of<L>::key) + r.words * 4;
     const bool resident = bytes <= column_bytes(on->device);
     return launch_early(resident ? round_expert<L, true> : round_expert<L, false>,
                         dim3((unsigned)r.layer.experts), dim3(THREADS), resident ? (size_t)bytes : 0, on, r);

@@ -58,7 +58,7 @@ struct problem {
 };
 
 // Address of 16-byte vector `vector` of row `row` of a subtile.
-SMOE_DEVICE uint32_t vector_address(uint32_t subtile, int row, int vector)
+MOE_DEVICE uint32_t vector_address(uint32_t subtile, int row, int vector)
 {
     return subtile + row * (STEP * 2) + ((vector ^ (row & 7)) << 4);
 }
@@ -66,8 +66,8 @@ SMOE_DEVICE uint32_t vector_address(uint32_t subtile, int row, int vector)
 // Copies ROWS rows x 64 columns of a row-major matrix. Rows past `rows` and columns past `hidden` become
 // zeros. A thread copies vector tid % 8 of every 32nd row.
 template <int ROWS>
-SMOE_DEVICE void load_subtile(uint32_t subtile, const void *matrix, int64_t first, int64_t rows, int hidden,
-                              int column)
+MOE_DEVICE void load_subtile(uint32_t subtile, const void *matrix, int64_t first, int64_t rows, int hidden,
+                             int column)
 {
     const int row = threadIdx.x / 8, vector = threadIdx.x % 8;
     const int left = (int)min(rows - first, (int64_t)ROWS), here = column + vector * 8;
@@ -81,7 +81,7 @@ SMOE_DEVICE void load_subtile(uint32_t subtile, const void *matrix, int64_t firs
     }
 }
 
-template <class C> SMOE_DEVICE void load_slot(const problem &q, uint32_t slot, int step)
+template <class C> MOE_DEVICE void load_slot(const problem &q, uint32_t slot, int step)
 {
     if (step * STEP < q.hidden) {
         load_subtile<C::ROWS>(slot, q.x, (int64_t)blockIdx.y * C::ROWS, q.tokens, q.hidden, step * STEP);
@@ -93,8 +93,8 @@ template <class C> SMOE_DEVICE void load_slot(const problem &q, uint32_t slot, i
 
 // One slot: 4 steps of 16. acc[i][j]: rows 16 i, columns 8 j of the warp's part.
 template <typename T, class C>
-SMOE_DEVICE void multiply_slot(float (&acc)[C::DOWN][C::ACROSS][4], uint32_t slot, int warp_row,
-                               int warp_column, int lane)
+MOE_DEVICE void multiply_slot(float (&acc)[C::DOWN][C::ACROSS][4], uint32_t slot, int warp_row,
+                              int warp_column, int lane)
 {
     const int a_row = warp_row + (lane & 15), b_row = warp_column + (lane & 7) + (lane >> 4) * 8;
 #pragma unroll
@@ -115,7 +115,7 @@ SMOE_DEVICE void multiply_slot(float (&acc)[C::DOWN][C::ACROSS][4], uint32_t slo
 }
 
 template <typename T>
-SMOE_DEVICE void store(const problem &q, int64_t token, int expert, float low, float high)
+MOE_DEVICE void store(const problem &q, int64_t token, int expert, float low, float high)
 {
     const T *bias = (const T *)q.bias;
     const bool second = expert + 1 < q.experts;

@@ -28,7 +28,7 @@ struct alignas(16) token_scale {
 };
 
 // The key of one logit, exactly.
-template <typename L> SMOE_DEVICE uint32_t exact_key(float logit, const token_scale &s)
+template <typename L> MOE_DEVICE uint32_t exact_key(float logit, const token_scale &s)
 {
     const float term = moe_softmax_term(logit, s.max);
     return logits_of<L>::key_of(moe_quotient_is_exact(term) ? moe_quotient(term, s.sum, s.reciprocal)
@@ -37,14 +37,14 @@ template <typename L> SMOE_DEVICE uint32_t exact_key(float logit, const token_sc
 
 // A lane's 128 bytes of the staging memory are eight vectors. Their order is permuted from lane to lane, so
 // that the lanes hit all banks.
-SMOE_DEVICE uint4 *vector_at(uint4 *staging, int lane, int vector)
+MOE_DEVICE uint4 *vector_at(uint4 *staging, int lane, int vector)
 {
     return staging + lane * 8 + (vector ^ (lane & 7));
 }
 
 // Keys of 8 tokens from `first` on (of 32): words[i] holds the lane's logit of token i.
-SMOE_DEVICE void write_eight(uint4 *staging, int lane, int first, const uint32_t (&words)[8],
-                             const token_scale *scales, float)
+MOE_DEVICE void write_eight(uint4 *staging, int lane, int first, const uint32_t (&words)[8],
+                            const token_scale *scales, float)
 {
     uint32_t keys[8];
 #pragma unroll
@@ -54,8 +54,8 @@ SMOE_DEVICE void write_eight(uint4 *staging, int lane, int first, const uint32_t
 }
 
 // The same with two bf16 logits a word. The first expert's keys are vectors 0 to 3, the second's 4 to 7.
-SMOE_DEVICE void write_eight(uint4 *staging, int lane, int first, const uint32_t (&words)[8],
-                             const token_scale *scales, __nv_bfloat16)
+MOE_DEVICE void write_eight(uint4 *staging, int lane, int first, const uint32_t (&words)[8],
+                            const token_scale *scales, __nv_bfloat16)
 {
     using pairs = storage<__nv_bfloat16>;
     uint32_t low[4], high[4], unsure = 0;
@@ -86,8 +86,8 @@ SMOE_DEVICE void write_eight(uint4 *staging, int lane, int first, const uint32_t
 // Called by the whole CTA. rows: (segment, E) logits; scales: (segment); staging: STAGING_BYTES for each
 // warp.
 template <typename L>
-SMOE_DEVICE void write_keys(const moe_cuda_routing &r, const L *rows, const token_scale *scales,
-                            char *all_staging, int segment)
+MOE_DEVICE void write_keys(const moe_cuda_routing &r, const L *rows, const token_scale *scales,
+                           char *all_staging, int segment)
 {
     constexpr int PER = 4 / (int)sizeof(L), SPAN = 32 * PER, TOKENS = 16 / (int)sizeof(L); // of a vector
     const int experts = (int)r.layer.experts, spans = (experts + SPAN - 1) / SPAN;
@@ -113,7 +113,7 @@ SMOE_DEVICE void write_keys(const moe_cuda_routing &r, const L *rows, const toke
             const int row = i * 4 + lane / 8, vector = lane % 8; // 8 / PER vectors an expert
             const int64_t of = first_expert + row * PER + vector * PER / 8;
             if (of < experts)
-                *(uint4 *)(to + of * r.panels * SMOE_ROUTE_PANEL + vector % (8 / PER) * TOKENS) =
+                *(uint4 *)(to + of * r.panels * MOE_ROUTE_PANEL + vector % (8 / PER) * TOKENS) =
                     *vector_at(staging, row, vector);
         }
         __syncwarp();

@@ -27,28 +27,28 @@ namespace scores
 namespace
 {
 
-enum { WARPS = 8, THREADS = 32 * WARPS, STRIP = SMOE_ROUTE_PANEL / WARPS, GROUP = 8 };
+enum { WARPS = 8, THREADS = 32 * WARPS, STRIP = MOE_ROUTE_PANEL / WARPS, GROUP = 8 };
 
 template <typename L> struct tile_of {
     static constexpr int WORD_KEYS = 4 / (int)sizeof(typename logits_of<L>::key); // keys in 32 bits
-    static constexpr int WORDS = SMOE_ROUTE_PANEL / WORD_KEYS, PITCH = WORDS + 4; // of an expert
+    static constexpr int WORDS = MOE_ROUTE_PANEL / WORD_KEYS, PITCH = WORDS + 4;  // of an expert
 };
 
 // Keys of 8 tokens to the tile, as 16-byte vectors.
-SMOE_DEVICE void store_keys(uint32_t *to, const uint32_t (&keys)[GROUP], uint16_t)
+MOE_DEVICE void store_keys(uint32_t *to, const uint32_t (&keys)[GROUP], uint16_t)
 {
     *(uint4 *)to = make_uint4(keys[0] | keys[1] << 16, keys[2] | keys[3] << 16, keys[4] | keys[5] << 16,
                               keys[6] | keys[7] << 16);
 }
 
-SMOE_DEVICE void store_keys(uint32_t *to, const uint32_t (&keys)[GROUP], uint32_t)
+MOE_DEVICE void store_keys(uint32_t *to, const uint32_t (&keys)[GROUP], uint32_t)
 {
     *(uint4 *)to = make_uint4(keys[0], keys[1], keys[2], keys[3]);
     *(uint4 *)(to + 4) = make_uint4(keys[4], keys[5], keys[6], keys[7]);
 }
 
 // Writes the CTA's keys to global memory, one row of the panel for each expert.
-template <typename L> SMOE_DEVICE void write_tile(const moe_cuda_routing &r, const uint32_t *tile)
+template <typename L> MOE_DEVICE void write_tile(const moe_cuda_routing &r, const uint32_t *tile)
 {
     using key = typename logits_of<L>::key;
     constexpr int VECTORS = tile_of<L>::WORDS / 4;
@@ -56,7 +56,7 @@ template <typename L> SMOE_DEVICE void write_tile(const moe_cuda_routing &r, con
         const int row = i / VECTORS, vector = i % VECTORS;
         const int64_t expert = (int64_t)blockIdx.y * 32 + row;
         if (expert >= r.layer.experts) return;
-        key *to = (key *)r.keys + (expert * r.panels + blockIdx.x) * SMOE_ROUTE_PANEL;
+        key *to = (key *)r.keys + (expert * r.panels + blockIdx.x) * MOE_ROUTE_PANEL;
         ((uint4 *)to)[vector] = *(const uint4 *)(tile + row * tile_of<L>::PITCH + vector * 4);
     }
 }
@@ -64,13 +64,13 @@ template <typename L> SMOE_DEVICE void write_tile(const moe_cuda_routing &r, con
 template <typename L>
 __global__ void __launch_bounds__(THREADS) panel(const __grid_constant__ moe_cuda_routing r)
 {
-    __shared__ moe_token_softmax scales[SMOE_ROUTE_PANEL];
+    __shared__ moe_token_softmax scales[MOE_ROUTE_PANEL];
     __shared__ __align__(16) uint32_t tile[32 * tile_of<L>::PITCH];
     __shared__ double part[WARPS][32];
-    __shared__ bool counted[SMOE_ROUTE_PANEL];
+    __shared__ bool counted[MOE_ROUTE_PANEL];
     const int warp = warp_number(), lane = threadIdx.x & 31;
-    const int64_t first = (int64_t)blockIdx.x * SMOE_ROUTE_PANEL, expert = (int64_t)blockIdx.y * 32 + lane;
-    const int tokens = (int)min(r.layer.tokens - first, (int64_t)SMOE_ROUTE_PANEL);
+    const int64_t first = (int64_t)blockIdx.x * MOE_ROUTE_PANEL, expert = (int64_t)blockIdx.y * 32 + lane;
+    const int tokens = (int)min(r.layer.tokens - first, (int64_t)MOE_ROUTE_PANEL);
     const int experts = (int)r.layer.experts;
     const bool curve = moe_score_has_curve(r.layer.score), real = expert < experts;
     if (r.softmax && (int)threadIdx.x < tokens) scales[threadIdx.x] = r.softmax[first + threadIdx.x];

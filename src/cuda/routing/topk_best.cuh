@@ -36,18 +36,18 @@ struct f32_vector {
     enum { SIZE = 4 };
     using largest = float;
     static constexpr uint32_t lowest = 0xff800000u; // -inf
-    static SMOE_DEVICE bool is_nan(float largest)
+    static MOE_DEVICE bool is_nan(float largest)
     {
         return largest != largest;
     }
-    static SMOE_DEVICE int32_t best(uint4 v, uint32_t first, uint32_t mask, float &largest)
+    static MOE_DEVICE int32_t best(uint4 v, uint32_t first, uint32_t mask, float &largest)
     {
         const float most = larger_or_nan(larger_or_nan(__uint_as_float(v.x), __uint_as_float(v.y)),
                                          larger_or_nan(__uint_as_float(v.z), __uint_as_float(v.w)));
         largest = larger_or_nan(largest, most);
         return moe_packed_f32(__float_as_uint(__fadd_rn(most, 0.0f)), first, mask); // -0 becomes 0
     }
-    static SMOE_DEVICE void pack(int32_t *keys, uint4 v, uint32_t first, uint32_t mask)
+    static MOE_DEVICE void pack(int32_t *keys, uint4 v, uint32_t first, uint32_t mask)
     {
         const uint32_t bits[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -61,18 +61,18 @@ struct bf16_vector {
     enum { SIZE = 8 };
     using largest = uint32_t; // of a pair; a NaN result is 0x7fff
     static constexpr uint32_t lowest = 0xff80ff80u;
-    static SMOE_DEVICE bool is_nan(uint32_t largest)
+    static MOE_DEVICE bool is_nan(uint32_t largest)
     {
         return (largest & 0xffffu) == 0x7fffu || largest >> 16 == 0x7fffu;
     }
-    static SMOE_DEVICE int32_t best(uint4 v, uint32_t first, uint32_t, uint32_t &largest)
+    static MOE_DEVICE int32_t best(uint4 v, uint32_t first, uint32_t, uint32_t &largest)
     {
         const uint32_t most = larger_bf16_pairs(larger_bf16_pairs(v.x, v.y), larger_bf16_pairs(v.z, v.w));
         largest = larger_bf16_pairs(largest, most);
         const uint32_t pair = add_bf16_pairs(larger_bf16_pairs(most, most >> 16 | most << 16), 0u);
         return moe_packed_bf16(pair & 0xffff0000u, first);
     }
-    static SMOE_DEVICE void pack(int32_t *keys, uint4 v, uint32_t first, uint32_t)
+    static MOE_DEVICE void pack(int32_t *keys, uint4 v, uint32_t first, uint32_t)
     {
         const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -99,8 +99,8 @@ enum : uint32_t { LOWEST = 0xff800000u }; // the bits of -inf
 // SHARE-th vector of the row. Different tokens start at different vectors, so that lanes read different
 // banks.
 template <typename L, int P, int SHARE>
-SMOE_DEVICE void keys_of_vectors(int32_t (&keys)[P], typename vector_of<L>::type::largest &largest,
-                                 const L *row, int experts, int batch, int lane, uint32_t mask)
+MOE_DEVICE void keys_of_vectors(int32_t (&keys)[P], typename vector_of<L>::type::largest &largest,
+                                const L *row, int experts, int batch, int lane, uint32_t mask)
 {
     using vector = typename vector_of<L>::type;
 #pragma unroll
@@ -114,8 +114,8 @@ SMOE_DEVICE void keys_of_vectors(int32_t (&keys)[P], typename vector_of<L>::type
 
 // The P best vectors of a token; each of its threads gets P / SHARE of them. True if the thread met a NaN.
 template <typename L, int P, int SHARE>
-SMOE_DEVICE bool best_vectors(int32_t (&own)[P / SHARE], int32_t &excluded, const L *row, int experts,
-                              int lane, uint32_t mask)
+MOE_DEVICE bool best_vectors(int32_t (&own)[P / SHARE], int32_t &excluded, const L *row, int experts,
+                             int lane, uint32_t mask)
 {
     using vector = typename vector_of<L>::type;
     constexpr int OWN = P / SHARE;
@@ -154,8 +154,8 @@ SMOE_DEVICE bool best_vectors(int32_t (&own)[P / SHARE], int32_t &excluded, cons
 // The P best logits of the thread's vectors. A vector that does not exist counts as -inf, with ids that rank
 // below all others. (With f32 its keys can collide with others; then the token is done again.)
 template <typename L, int P, int SHARE>
-SMOE_DEVICE void best_of_vectors(int32_t (&best)[P], int32_t &excluded, const int32_t (&own)[P / SHARE],
-                                 const L *row, uint32_t mask)
+MOE_DEVICE void best_of_vectors(int32_t (&best)[P], int32_t &excluded, const int32_t (&own)[P / SHARE],
+                                const L *row, uint32_t mask)
 {
     using vector = typename vector_of<L>::type;
     constexpr int VECTORS = P > vector::SIZE ? P / vector::SIZE : 1; // of a batch
@@ -187,7 +187,7 @@ SMOE_DEVICE void best_of_vectors(int32_t (&best)[P], int32_t &excluded, const in
 }
 
 // Merges the lists of a token's threads; each thread gets the result.
-template <int P, int SHARE> SMOE_DEVICE void merge_parts(int32_t (&best)[P], int32_t &excluded)
+template <int P, int SHARE> MOE_DEVICE void merge_parts(int32_t (&best)[P], int32_t &excluded)
 {
 #pragma unroll
     for (int other = 1; other < SHARE; other *= 2) {
@@ -201,7 +201,7 @@ template <int P, int SHARE> SMOE_DEVICE void merge_parts(int32_t (&best)[P], int
 
 // Neighbours whose f32 keys are equal in all bits above the id are ordered by their logits. Called by the
 // whole warp.
-template <int P> SMOE_DEVICE void order_exactly(int (&ids)[P], const float *row, int experts)
+template <int P> MOE_DEVICE void order_exactly(int (&ids)[P], const float *row, int experts)
 {
     int32_t value[P];
 #pragma unroll
@@ -226,7 +226,7 @@ template <int P> SMOE_DEVICE void order_exactly(int (&ids)[P], const float *row,
 // A token's P best experts by falling rank. True if they are not certain: the row has a NaN, or its f32 keys
 // do not tell the K-th best from an expert that was left out.
 template <typename L, int P, int SHARE>
-SMOE_DEVICE bool best_experts(int (&ids)[P], const L *row, int experts, int topk, int lane)
+MOE_DEVICE bool best_experts(int (&ids)[P], const L *row, int experts, int topk, int lane)
 {
     const uint32_t mask = sizeof(L) == 4 ? moe_packed_mask(experts) : 0xffffu;
     int32_t own[P / SHARE], best[P], excluded = NOBODY;
@@ -251,7 +251,7 @@ SMOE_DEVICE bool best_experts(int (&ids)[P], const L *row, int experts, int topk
 // Whether the K-th best's logit equals those of all experts that its packed key is not told from. Then the
 // packed keys have ordered them rightly, by id. False for a row with a NaN, and for -inf, which experts of
 // groups that are not kept have too. Called by the whole warp. Sigmoids of bf16 logits often are equal.
-SMOE_DEVICE bool equals_its_neighbours(const float *row, int experts, int kth, int lane)
+MOE_DEVICE bool equals_its_neighbours(const float *row, int experts, int kth, int lane)
 {
     kth = min(kth, experts - 1); // of a row with a NaN it may be no expert
     const uint32_t mask = moe_packed_mask(experts);
@@ -267,7 +267,7 @@ SMOE_DEVICE bool equals_its_neighbours(const float *row, int experts, int kth, i
 }
 
 // The largest logit of a token's row, by its threads; -inf for a row of NaN.
-template <typename L, int SHARE> SMOE_DEVICE float largest_of_row(const L *row, int experts, int part)
+template <typename L, int SHARE> MOE_DEVICE float largest_of_row(const L *row, int experts, int part)
 {
     float largest = __uint_as_float(LOWEST);
     for (int e = part; e < experts; e += SHARE) {
@@ -282,7 +282,7 @@ template <typename L, int SHARE> SMOE_DEVICE float largest_of_row(const L *row, 
 
 // The sum of the softmax's terms over a token's row, by its threads.
 template <typename L, int SHARE>
-SMOE_DEVICE float sum_of_row(const L *row, int experts, int part, int lane, float max)
+MOE_DEVICE float sum_of_row(const L *row, int experts, int part, int lane, float max)
 {
     constexpr int SIZE = vector_of<L>::type::SIZE;
     const int vectors = experts / SIZE, rounds = (vectors + SHARE - 1) / SHARE;
@@ -311,8 +311,8 @@ SMOE_DEVICE float sum_of_row(const L *row, int experts, int part, int lane, floa
 // The exact top-K of one token by the whole warp; the token's own threads take the ids. `kept`: with GROUPS,
 // a bit for each group of experts among which it chooses.
 template <typename L, int P, bool GROUPS>
-SMOE_DEVICE void redo(int (&ids)[P], const L *row, const smoe_layer &layer, uint32_t kept, bool owner,
-                      int lane)
+MOE_DEVICE void redo(int (&ids)[P], const L *row, const smoe_layer &layer, uint32_t kept, bool owner,
+                     int lane)
 {
     const int experts = (int)layer.experts, topk = (int)layer.topk, size = experts / layer.groups;
     uint32_t used = 0;

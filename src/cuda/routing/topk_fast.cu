@@ -66,14 +66,14 @@ template <typename L> struct row_of<L, true> {
 
 // The mask in shared memory is [32 tokens][expert]. Its rows are padded, so that reading it by words hits all
 // banks.
-__host__ SMOE_DEVICE int mask_pitch(int experts)
+__host__ MOE_DEVICE int mask_pitch(int experts)
 {
     return experts + 4;
 }
 
 // `COUNT` values for ranks first..first+COUNT-1 of a token's row.
 template <typename V, int COUNT>
-SMOE_DEVICE void store_ranks(V *row, const V (&values)[COUNT], int first, int topk)
+MOE_DEVICE void store_ranks(V *row, const V (&values)[COUNT], int first, int topk)
 {
     constexpr int TOGETHER = COUNT < 4 ? COUNT : 4;
     struct alignas(sizeof(V) * TOGETHER) together {
@@ -94,7 +94,7 @@ SMOE_DEVICE void store_ranks(V *row, const V (&values)[COUNT], int first, int to
 }
 
 // Divides terms or weights, none above 1, by their sum: by one reciprocal where that gives the same bits.
-template <int COUNT> SMOE_DEVICE void divide(float (&x)[COUNT], float sum)
+template <int COUNT> MOE_DEVICE void divide(float (&x)[COUNT], float sum)
 {
     float least = x[0];
 #pragma unroll
@@ -111,8 +111,8 @@ template <int COUNT> SMOE_DEVICE void divide(float (&x)[COUNT], float sum)
 // What the threads of one token write: each writes ids, weights and mask bits of P / SHARE ranks. logits: the
 // token's row.
 template <typename L, bool CURVE, int P, int SHARE>
-SMOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], const L *logits, int64_t token,
-                              bool there, uint32_t *mask_words, uint32_t bit, token_scale *scale, int lane)
+MOE_DEVICE void finish_token(const moe_cuda_routing &r, const int (&ids)[P], const L *logits, int64_t token,
+                             bool there, uint32_t *mask_words, uint32_t bit, token_scale *scale, int lane)
 {
     constexpr int OWN = P / SHARE;
     const int topk = (int)r.layer.topk, part = lane % SHARE, first = part * OWN;
@@ -171,7 +171,7 @@ struct layout {
 
 // S: the type of a row's numbers
 template <typename S>
-__host__ SMOE_DEVICE layout layout_of(const moe_cuda_routing &r, int of_step, int steps, int warps)
+__host__ MOE_DEVICE layout layout_of(const moe_cuda_routing &r, int of_step, int steps, int warps)
 {
     const int segment = of_step * steps;
     layout at;
@@ -184,7 +184,7 @@ __host__ SMOE_DEVICE layout layout_of(const moe_cuda_routing &r, int of_step, in
 }
 
 // Writes what later kernels read of the segment's masks.
-SMOE_DEVICE void write_masks(const moe_cuda_routing &r, const uint32_t *masks, int words)
+MOE_DEVICE void write_masks(const moe_cuda_routing &r, const uint32_t *masks, int words)
 {
     const int experts = (int)r.layer.experts, pitch = mask_pitch(experts), shift = __ffs(words) - 1;
     if (r.segment_counts && (int64_t)blockIdx.x * words * 32 < r.layer.tokens) // the mask covers whole panels
@@ -204,8 +204,8 @@ SMOE_DEVICE void write_masks(const moe_cuda_routing &r, const uint32_t *masks, i
 
 // Copies a warp's rows, in step `step` of its segment.
 template <typename L>
-SMOE_DEVICE void load_rows(L *rows, const moe_cuda_routing &r, int64_t first, int tokens, uint32_t barrier,
-                           int step, int lane)
+MOE_DEVICE void load_rows(L *rows, const moe_cuda_routing &r, int64_t first, int tokens, uint32_t barrier,
+                          int step, int lane)
 {
     const uint32_t bytes = (uint32_t)(tokens * (int)r.layer.experts * (int)sizeof(L)),
                    to = shared_address(rows);
@@ -227,7 +227,7 @@ SMOE_DEVICE void load_rows(L *rows, const moe_cuda_routing &r, int64_t first, in
 
 // Selection scores of a vector of logits: the value of the curve, plus the bias of its experts (NULL: none).
 template <typename L>
-SMOE_DEVICE void score_vector(float *scores, smoe_score score, uint4 logits, const float *bias)
+MOE_DEVICE void score_vector(float *scores, smoe_score score, uint4 logits, const float *bias)
 {
     constexpr int SIZE = vector_of<L>::type::SIZE;
     const uint32_t words[4] = {logits.x, logits.y, logits.z, logits.w};
@@ -248,7 +248,7 @@ SMOE_DEVICE void score_vector(float *scores, smoe_score score, uint4 logits, con
 
 // The rows of a warp's tokens for a score with a curve. BATCH vectors are loaded together.
 template <typename L>
-SMOE_DEVICE void score_rows(float *rows, const moe_cuda_routing &r, int64_t first, int tokens, int lane)
+MOE_DEVICE void score_rows(float *rows, const moe_cuda_routing &r, int64_t first, int tokens, int lane)
 {
     constexpr int SIZE = vector_of<L>::type::SIZE, BATCH = 4;
     const int experts = (int)r.layer.experts, vectors = tokens * experts / SIZE;
@@ -270,7 +270,7 @@ SMOE_DEVICE void score_rows(float *rows, const moe_cuda_routing &r, int64_t firs
 
 // The sum of the two best selection scores of a group, as a ranking key. Each lane starts elsewhere in its
 // group, so that lanes read different banks.
-SMOE_DEVICE uint32_t group_key(const float *scores, int size, int lane)
+MOE_DEVICE uint32_t group_key(const float *scores, int size, int lane)
 {
     uint32_t first = 0, second = 0;
     int at = lane % size;
@@ -286,7 +286,7 @@ SMOE_DEVICE uint32_t group_key(const float *scores, int size, int lane)
 // Sets the scores of a token's groups that are not kept to -inf. If a kept expert's score is -inf too and one
 // of the two is chosen, best_experts cannot tell them apart, and the token is done again with exact keys. The
 // result has a bit for each kept group. A thread of the token has every SHARE-th group.
-template <int SHARE> SMOE_DEVICE uint32_t keep_groups(float *row, const smoe_layer &layer, int lane)
+template <int SHARE> MOE_DEVICE uint32_t keep_groups(float *row, const smoe_layer &layer, int lane)
 {
     constexpr int OWN = MOST_GROUPS / SHARE;
     const int groups = layer.groups, size = (int)layer.experts / groups, part = lane % SHARE;
@@ -432,7 +432,7 @@ cudaError_t launch(const moe_cuda_routing &r, const moe_launch *on)
     const int segment = segment_of(on->device, r.layer),
               steps = segment * row_bytes(r.layer) > rows_bytes(on->device) ? MOST_STEPS : 1;
     const int of_step = segment / steps, threads = SHARE * of_step;
-    const int64_t tokens = r.mask ? r.panels * SMOE_ROUTE_PANEL : r.layer.tokens; // the mask has no gaps
+    const int64_t tokens = r.mask ? r.panels * MOE_ROUTE_PANEL : r.layer.tokens; // the mask has no gaps
     const unsigned ctas = (unsigned)moe_divide_up(tokens, segment);
     const layout at = layout_of<typename row_of<L, CURVE>::type>(r, of_step, steps, threads / 32);
     return launch_early(fast<L, CURVE, P, SHARE>, dim3(ctas), dim3((unsigned)threads), at.end, on, r, steps);

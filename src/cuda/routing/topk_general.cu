@@ -40,7 +40,7 @@ struct warp_memory {
 
 // Keys of all experts, and the largest logit.
 template <typename L>
-SMOE_DEVICE float rank_experts(const moe_cuda_routing &r, const L *logits, const warp_memory &m, int lane)
+MOE_DEVICE float rank_experts(const moe_cuda_routing &r, const L *logits, const warp_memory &m, int lane)
 {
     const int experts = (int)r.layer.experts, padded = (experts + 31) / 32 * 32;
     const bool curve = moe_score_has_curve(r.layer.score);
@@ -62,7 +62,7 @@ SMOE_DEVICE float rank_experts(const moe_cuda_routing &r, const L *logits, const
     return softmax_max(moe_rank_value(__reduce_max_sync(~0u, largest)));
 }
 
-template <typename L> SMOE_DEVICE float sum_terms(const L *logits, int experts, float max, int lane)
+template <typename L> MOE_DEVICE float sum_terms(const L *logits, int experts, float max, int lane)
 {
     unsigned long long sum = 0;
     for (int e = lane; e < experts; e += 32)
@@ -71,7 +71,7 @@ template <typename L> SMOE_DEVICE float sum_terms(const L *logits, int experts, 
 }
 
 // Experts outside the groups_kept best groups get the key 0.
-SMOE_DEVICE void keep_groups(const smoe_layer &layer, const warp_memory &m, int lane)
+MOE_DEVICE void keep_groups(const smoe_layer &layer, const warp_memory &m, int lane)
 {
     const int groups = layer.groups, size = (int)(layer.experts / groups);
     for (int g = lane; g < groups; g += 32) {
@@ -95,7 +95,7 @@ SMOE_DEVICE void keep_groups(const smoe_layer &layer, const warp_memory &m, int 
 }
 
 // Lane k % 32 gets the expert of rank k: in ids[0] for k < 32, in ids[1] for k >= 32.
-SMOE_DEVICE void choose(int (&ids)[2], const warp_memory &m, int experts, int topk, int lane)
+MOE_DEVICE void choose(int (&ids)[2], const warp_memory &m, int experts, int topk, int lane)
 {
     const int batches = (experts + 31) / 32;
     uint32_t batch_max[MOST_BATCHES / 32]; // of batch lane + 32 j
@@ -132,8 +132,8 @@ SMOE_DEVICE void choose(int (&ids)[2], const warp_memory &m, int experts, int to
 }
 
 template <typename L>
-SMOE_DEVICE void route_token(const moe_cuda_routing &r, const warp_memory &m, uint32_t *mask, int64_t token,
-                             int lane)
+MOE_DEVICE void route_token(const moe_cuda_routing &r, const warp_memory &m, uint32_t *mask, int64_t token,
+                            int lane)
 {
     const int experts = (int)r.layer.experts, topk = (int)r.layer.topk;
     const L *logits = (const L *)r.logits + token * experts;

@@ -7,23 +7,23 @@
 #include "schedule/scheduler.h"
 
 enum {
-    SMOE_PLAN_THREADS = 512,
-    SMOE_PLAN_EACH = 2, /* quads of a thread; a quad is four ids of one token */
-    SMOE_PLAN_PAIRS = 4 * SMOE_PLAN_EACH * SMOE_PLAN_THREADS, /* the most pairs of a segment */
-    SMOE_PLAN_SEGMENT = 256,       /* the most tokens of a segment; a multiple of 32 */
-    SMOE_PLAN_SMALL_SEGMENT = 128, /* for few tokens, so that more CTAs share them */
-    SMOE_PLAN_FEW_TOKENS = 8192,
-    SMOE_PLAN_SUMMED_TOKENS = 65535, /* the counts of so many tokens fit 16 bits */
-    SMOE_PLAN_SUMMED_CELLS = 65536,  /* 128 KB, read by every CTA */
+    MOE_PLAN_THREADS = 512,
+    MOE_PLAN_EACH = 2, /* quads of a thread; a quad is four ids of one token */
+    MOE_PLAN_PAIRS = 4 * MOE_PLAN_EACH * MOE_PLAN_THREADS, /* the most pairs of a segment */
+    MOE_PLAN_SEGMENT = 256,       /* the most tokens of a segment; a multiple of 32 */
+    MOE_PLAN_SMALL_SEGMENT = 128, /* for few tokens, so that more CTAs share them */
+    MOE_PLAN_FEW_TOKENS = 8192,
+    MOE_PLAN_SUMMED_TOKENS = 65535, /* the counts of so many tokens fit 16 bits */
+    MOE_PLAN_SUMMED_CELLS = 65536,  /* 128 KB, read by every CTA */
 };
 
-SMOE_HD int32_t moe_plan_padded_experts(int32_t experts)
+MOE_HD int32_t moe_plan_padded_experts(int32_t experts)
 {
     return (experts + 7) / 8 * 8;
 }
 
 /* Quads of a token. */
-SMOE_HD int32_t moe_plan_quads(int32_t topk)
+MOE_HD int32_t moe_plan_quads(int32_t topk)
 {
     return (topk + 3) / 4;
 }
@@ -49,7 +49,7 @@ typedef struct moe_plan_shared {
     uint32_t end;
 } moe_plan_shared;
 
-SMOE_HD moe_plan_shared moe_plan_shared_of(int32_t segment, int32_t experts, int32_t topk)
+MOE_HD moe_plan_shared moe_plan_shared_of(int32_t segment, int32_t experts, int32_t topk)
 {
     const uint32_t e = (uint32_t)moe_plan_padded_experts(experts), groups = (uint32_t)segment / 32;
     const uint32_t pairs = (uint32_t)(segment * topk);
@@ -72,32 +72,32 @@ SMOE_HD moe_plan_shared moe_plan_shared_of(int32_t segment, int32_t experts, int
 }
 
 /* May a segment have this many tokens? shared_bytes: the most shared memory of a CTA. */
-SMOE_HD int moe_plan_segment_fits(int32_t segment, int32_t experts, int32_t topk, int32_t shared_bytes)
+MOE_HD int moe_plan_segment_fits(int32_t segment, int32_t experts, int32_t topk, int32_t shared_bytes)
 {
-    return segment <= SMOE_PLAN_SEGMENT && segment * moe_plan_quads(topk) * 4 <= SMOE_PLAN_PAIRS &&
+    return segment <= MOE_PLAN_SEGMENT && segment * moe_plan_quads(topk) * 4 <= MOE_PLAN_PAIRS &&
            moe_plan_shared_of(segment, experts, topk).end <= (uint32_t)shared_bytes;
 }
 
 /* Tokens of a segment; at least 32, even if they do not fit. */
-SMOE_HD int32_t moe_plan_segment(int64_t tokens, int32_t experts, int32_t topk, int32_t shared_bytes)
+MOE_HD int32_t moe_plan_segment(int64_t tokens, int32_t experts, int32_t topk, int32_t shared_bytes)
 {
-    int32_t segment = tokens > SMOE_PLAN_FEW_TOKENS ? SMOE_PLAN_SEGMENT : SMOE_PLAN_SMALL_SEGMENT;
+    int32_t segment = tokens > MOE_PLAN_FEW_TOKENS ? MOE_PLAN_SEGMENT : MOE_PLAN_SMALL_SEGMENT;
     while (segment > 32 && !moe_plan_segment_fits(segment, experts, topk, shared_bytes)) segment /= 2;
     return segment;
 }
 
 /* Does every CTA sum the matrix itself? */
-SMOE_HD int moe_plan_is_summed(int64_t tokens, int32_t experts, int32_t segment)
+MOE_HD int moe_plan_is_summed(int64_t tokens, int32_t experts, int32_t segment)
 {
-    return tokens <= SMOE_PLAN_SUMMED_TOKENS &&
-           moe_divide_up(tokens, segment) * moe_plan_padded_experts(experts) <= SMOE_PLAN_SUMMED_CELLS;
+    return tokens <= MOE_PLAN_SUMMED_TOKENS &&
+           moe_divide_up(tokens, segment) * moe_plan_padded_experts(experts) <= MOE_PLAN_SUMMED_CELLS;
 }
 
 /* The number of CTAs of the plan from given rows. Each warp writes one block at a time. There are at most as
  * many CTAs as SMs. */
-SMOE_HD int32_t moe_plan_rows_ctas(int64_t padded_rows, int32_t sms)
+MOE_HD int32_t moe_plan_rows_ctas(int64_t padded_rows, int32_t sms)
 {
-    const int64_t wanted = moe_divide_up(padded_rows, (int64_t)SMOE_PLAN_THREADS / 32 * SMOE_BLOCK_ROWS);
+    const int64_t wanted = moe_divide_up(padded_rows, (int64_t)MOE_PLAN_THREADS / 32 * MOE_BLOCK_ROWS);
     return (int32_t)(wanted < 1 ? 1 : wanted > sms ? sms : wanted);
 }
 
@@ -105,14 +105,14 @@ SMOE_HD int32_t moe_plan_rows_ctas(int64_t padded_rows, int32_t sms)
  * An entry that does not count is 0x4000 or more. Two entries are compared at a time: bit 15 of (id + 0x7fff)
  * - entry is set exactly if entry < id. One word holds the counts of both halves. ---- */
 
-enum { SMOE_PLAN_NO_ID = 0x7fff, SMOE_PLAN_REPEATED = 0x4000 };
+enum { MOE_PLAN_NO_ID = 0x7fff, MOE_PLAN_REPEATED = 0x4000 };
 
-SMOE_HD uint32_t moe_plan_lower(uint32_t id, uint32_t two_entries)
+MOE_HD uint32_t moe_plan_lower(uint32_t id, uint32_t two_entries)
 {
     return ((((id + 0x7fff) * 0x00010001u) - two_entries) >> 15) & 0x00010001u;
 }
 
-SMOE_HD uint32_t moe_plan_both(uint32_t counts)
+MOE_HD uint32_t moe_plan_both(uint32_t counts)
 {
     return (counts & 0xffff) + (counts >> 16);
 }

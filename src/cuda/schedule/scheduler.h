@@ -9,65 +9,65 @@
 #include "common/hd.h"
 #include "problem.h"
 
-enum { SMOE_TILE_BLOCKS = 2 };
+enum { MOE_TILE_BLOCKS = 2 };
 
 typedef struct moe_work {
     int32_t row;  /* first padded row */
     int32_t what; /* expert in the low 12 bits, blocks above them */
 } moe_work;
 
-SMOE_HD moe_work moe_work_make(int32_t row, int32_t expert, int32_t blocks)
+MOE_HD moe_work moe_work_make(int32_t row, int32_t expert, int32_t blocks)
 {
     const moe_work work = {row, (int32_t)(expert | blocks << 12)};
     return work;
 }
 
-SMOE_HD int32_t moe_work_expert(moe_work work)
+MOE_HD int32_t moe_work_expert(moe_work work)
 {
     return work.what & 4095;
 }
 
-SMOE_HD int32_t moe_work_blocks(moe_work work)
+MOE_HD int32_t moe_work_blocks(moe_work work)
 {
     return work.what >> 12;
 }
 
-SMOE_HD int64_t moe_divide_up(int64_t a, int64_t b)
+MOE_HD int64_t moe_divide_up(int64_t a, int64_t b)
 {
     return (a + b - 1) / b;
 }
 
 /* The `blocks` blocks of an expert are cut into `entries` entries, as equal as possible, the longer ones
  * first. Returns the first block of entry `i`. */
-SMOE_HD int32_t moe_cut(int32_t blocks, int32_t entries, int32_t i)
+MOE_HD int32_t moe_cut(int32_t blocks, int32_t entries, int32_t i)
 {
     const int32_t each = blocks / entries, longer = blocks % entries;
     return i * each + (i < longer ? i : longer);
 }
 
 /* A bound on the number of entries that any routing of `rows` rows makes with this limit. */
-SMOE_HD int64_t moe_work_bound(int64_t padded_rows, int64_t experts, int32_t limit)
+MOE_HD int64_t moe_work_bound(int64_t padded_rows, int64_t experts, int32_t limit)
 {
-    return padded_rows / SMOE_BLOCK_ROWS / limit + experts + 1;
+    return padded_rows / MOE_BLOCK_ROWS / limit + experts + 1;
 }
 
 /* The limit of the pieces. Under even routing a piece is a whole expert, so that weights are loaded once for
  * each expert. An expert more than a quarter above the mean is cut, so that skewed routing is still spread
  * over the CTAs. */
-SMOE_HD int32_t moe_piece_limit(int64_t rows, int64_t experts)
+MOE_HD int32_t moe_piece_limit(int64_t rows, int64_t experts)
 {
-    const int64_t blocks = moe_divide_up(rows * 5, experts * 4 * SMOE_BLOCK_ROWS);
+    const int64_t blocks = moe_divide_up(rows * 5, experts * 4 * MOE_BLOCK_ROWS);
     return (int32_t)(blocks < 16 ? 16 : blocks > 4096 ? 4096 : blocks);
 }
 
 /* ---- Exact division of small numbers by one factor: i / divisor for i divisor < 2^24 ---- */
 
-SMOE_HD uint32_t moe_reciprocal(uint32_t divisor)
+MOE_HD uint32_t moe_reciprocal(uint32_t divisor)
 {
     return ((1u << 24) + divisor - 1) / divisor;
 }
 
-SMOE_HD uint32_t moe_divide(uint32_t i, uint32_t reciprocal)
+MOE_HD uint32_t moe_divide(uint32_t i, uint32_t reciprocal)
 {
     return (uint32_t)((uint64_t)i * reciprocal >> 24);
 }
@@ -77,8 +77,8 @@ SMOE_HD uint32_t moe_divide(uint32_t i, uint32_t reciprocal)
  * these sums in order. The pieces are in the plan's order: experts by descending count. ---- */
 
 enum {
-    SMOE_LEAST_SPLIT = 16,     /* blocks: shorter pieces are not worth the second kernel */
-    SMOE_MOST_SPLIT = 1 << 18, /* blocks that a piece may have */
+    MOE_LEAST_SPLIT = 16,     /* blocks: shorter pieces are not worth the second kernel */
+    MOE_MOST_SPLIT = 1 << 18, /* blocks that a piece may have */
 };
 
 /* A piece: consecutive blocks of one expert. 16 bytes. */
@@ -95,20 +95,20 @@ typedef struct moe_split {
 } moe_split;
 
 /* The most blocks of a piece: a CTA's share of the work of `blocks` blocks times `tiles` tiles. */
-SMOE_HD int32_t moe_split_limit(int64_t blocks, int32_t tiles, int32_t ctas)
+MOE_HD int32_t moe_split_limit(int64_t blocks, int32_t tiles, int32_t ctas)
 {
     const int64_t share = moe_divide_up(blocks * tiles, ctas);
-    return (int32_t)(share < SMOE_LEAST_SPLIT  ? SMOE_LEAST_SPLIT
-                     : share > SMOE_MOST_SPLIT ? SMOE_MOST_SPLIT
-                                               : share);
+    return (int32_t)(share < MOE_LEAST_SPLIT  ? MOE_LEAST_SPLIT
+                     : share > MOE_MOST_SPLIT ? MOE_MOST_SPLIT
+                                              : share);
 }
 
 /* A bound on the pieces of split experts, for any routing of at most `blocks` blocks. A split expert has more
  * than limit blocks, so it has fewer than 2 blocks / limit pieces. */
 static inline int64_t moe_split_bound(int64_t blocks, int32_t tiles, int32_t ctas)
 {
-    const int64_t by_share = 2 * (int64_t)ctas / tiles, by_least = 2 * blocks / SMOE_LEAST_SPLIT;
-    const int64_t by_most = 2 * blocks / SMOE_MOST_SPLIT;
+    const int64_t by_share = 2 * (int64_t)ctas / tiles, by_least = 2 * blocks / MOE_LEAST_SPLIT;
+    const int64_t by_most = 2 * blocks / MOE_MOST_SPLIT;
     const int64_t most = by_share > by_most ? by_share : by_most;
     const int64_t bound = most < by_least ? most : by_least;
     return bound < 2 ? 0 : bound; /* one piece is no split */

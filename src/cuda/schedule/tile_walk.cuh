@@ -10,20 +10,20 @@ namespace moe
 struct tile_walk {
     const moe_work *tiles;
     int row_tiles, column_tiles, units;
-    SMOE_DEVICE tile_walk(const moe_work *list, const int32_t *count, int columns)
+    MOE_DEVICE tile_walk(const moe_work *list, const int32_t *count, int columns)
         : tiles(list), row_tiles(__ldg(count)), column_tiles(columns), units(row_tiles * columns)
     {
     }
-    SMOE_DEVICE moe_work entry(int row_tile) const
+    MOE_DEVICE moe_work entry(int row_tile) const
     {
         const int2 words = __ldg((const int2 *)(tiles + row_tile));
         return {words.x, words.y};
     }
-    SMOE_DEVICE moe_work tile(int unit) const
+    MOE_DEVICE moe_work tile(int unit) const
     {
         return entry(unit / column_tiles);
     }
-    SMOE_DEVICE int column(int unit) const
+    MOE_DEVICE int column(int unit) const
     {
         return unit % column_tiles;
     }

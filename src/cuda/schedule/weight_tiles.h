@@ -12,22 +12,22 @@
 #include "schedule/work_order.h"
 
 enum {
-    SMOE_WEIGHT_STRIPE = 128,
-    SMOE_WEIGHT_SHORT = 128, /* the sides of a tile */
-    SMOE_WEIGHT_LONG = 256,
-    SMOE_WEIGHT_TILE = SMOE_WEIGHT_SHORT * SMOE_WEIGHT_LONG,
-    SMOE_SHARED_STRIPE_HALF = SMOE_WEIGHT_STRIPE / 2, /* features of halves that share a stripe */
+    MOE_WEIGHT_STRIPE = 128,
+    MOE_WEIGHT_SHORT = 128, /* the sides of a tile */
+    MOE_WEIGHT_LONG = 256,
+    MOE_WEIGHT_TILE = MOE_WEIGHT_SHORT * MOE_WEIGHT_LONG,
+    MOE_SHARED_STRIPE_HALF = MOE_WEIGHT_STRIPE / 2, /* features of halves that share a stripe */
 };
 
 /* The gate half and the up half of a row of H are neighbours, and together one stripe. */
-SMOE_HD int moe_halves_share_stripe(int32_t intermediate, int32_t halves)
+MOE_HD int moe_halves_share_stripe(int32_t intermediate, int32_t halves)
 {
-    return halves == 2 && intermediate == SMOE_SHARED_STRIPE_HALF;
+    return halves == 2 && intermediate == MOE_SHARED_STRIPE_HALF;
 }
 
-SMOE_HD int32_t moe_stripes_of_half(int32_t intermediate)
+MOE_HD int32_t moe_stripes_of_half(int32_t intermediate)
 {
-    return (intermediate + SMOE_WEIGHT_STRIPE - 1) / SMOE_WEIGHT_STRIPE;
+    return (intermediate + MOE_WEIGHT_STRIPE - 1) / MOE_WEIGHT_STRIPE;
 }
 
 /* The tiles of one expert's matrix: tiles over d, and over the features of both halves. */
@@ -35,17 +35,17 @@ typedef struct moe_weight_grid {
     int32_t hidden_tiles, feature_tiles, tall;
 } moe_weight_grid;
 
-SMOE_HD int32_t moe_grid_tiles(moe_weight_grid grid)
+MOE_HD int32_t moe_grid_tiles(moe_weight_grid grid)
 {
     return grid.hidden_tiles * grid.feature_tiles;
 }
 
-SMOE_HD moe_weight_grid moe_weight_grid_of(int32_t hidden, int32_t intermediate, int32_t halves)
+MOE_HD moe_weight_grid moe_weight_grid_of(int32_t hidden, int32_t intermediate, int32_t halves)
 {
     const int shared = moe_halves_share_stripe(intermediate, halves);
     const int32_t stripes = shared ? 1 : moe_stripes_of_half(intermediate) * halves;
-    const moe_weight_grid wide = {(hidden + SMOE_WEIGHT_SHORT - 1) / SMOE_WEIGHT_SHORT, (stripes + 1) / 2, 0};
-    const moe_weight_grid tall = {(hidden + SMOE_WEIGHT_LONG - 1) / SMOE_WEIGHT_LONG, stripes, 1};
+    const moe_weight_grid wide = {(hidden + MOE_WEIGHT_SHORT - 1) / MOE_WEIGHT_SHORT, (stripes + 1) / 2, 0};
+    const moe_weight_grid tall = {(hidden + MOE_WEIGHT_LONG - 1) / MOE_WEIGHT_LONG, stripes, 1};
     return shared || moe_grid_tiles(tall) < moe_grid_tiles(wide) ? tall : wide;
 }
 
@@ -53,11 +53,11 @@ SMOE_HD moe_weight_grid moe_weight_grid_of(int32_t hidden, int32_t intermediate,
  * side changes fastest. So if an expert's tiles are split over two waves, the second wave reads the shorter
  * operand again but only a part of the longer one. If d is the shorter side and has many tiles, the expert's
  * tokens do not stay in L2. Then d is cut into bands whose columns do. */
-SMOE_HD moe_place moe_weight_place_of(int32_t tile, moe_weight_grid grid)
+MOE_HD moe_place moe_weight_place_of(int32_t tile, moe_weight_grid grid)
 {
-    const int hidden_first = grid.hidden_tiles * (grid.tall ? SMOE_WEIGHT_LONG : SMOE_WEIGHT_SHORT) <
-                             grid.feature_tiles * (grid.tall ? SMOE_WEIGHT_SHORT : SMOE_WEIGHT_LONG);
-    if (!hidden_first || grid.hidden_tiles < SMOE_LEAST_BANDED)
+    const int hidden_first = grid.hidden_tiles * (grid.tall ? MOE_WEIGHT_LONG : MOE_WEIGHT_SHORT) <
+                             grid.feature_tiles * (grid.tall ? MOE_WEIGHT_SHORT : MOE_WEIGHT_LONG);
+    if (!hidden_first || grid.hidden_tiles < MOE_LEAST_BANDED)
         return moe_place_in(tile, grid.hidden_tiles, grid.feature_tiles, !hidden_first);
     return moe_place_in_bands(tile, grid.hidden_tiles, grid.feature_tiles);
 }
@@ -67,9 +67,9 @@ typedef struct moe_stripe {
     int32_t half, feature;
 } moe_stripe;
 
-SMOE_HD moe_stripe moe_stripe_of(int32_t stripe, int32_t stripes_of_half)
+MOE_HD moe_stripe moe_stripe_of(int32_t stripe, int32_t stripes_of_half)
 {
-    const moe_stripe s = {stripe / stripes_of_half, stripe % stripes_of_half * SMOE_WEIGHT_STRIPE};
+    const moe_stripe s = {stripe / stripes_of_half, stripe % stripes_of_half * MOE_WEIGHT_STRIPE};
     return s;
 }
 
@@ -77,24 +77,23 @@ SMOE_HD moe_stripe moe_stripe_of(int32_t stripe, int32_t stripes_of_half)
  * dW2: rows of d, columns are features. dW1: rows are features, columns of d. */
 
 /* Element of an f32 part; subtiles of 64 rows and 32 columns. */
-SMOE_HD uint32_t moe_part_f32(uint32_t row, uint32_t column)
+MOE_HD uint32_t moe_part_f32(uint32_t row, uint32_t column)
 {
-    return (column >> 5) * SMOE_SUBTILE_BYTES + moe_subtile_offset(row, (column & 31) >> 2) +
-           (column & 3) * 4;
+    return (column >> 5) * MOE_SUBTILE_BYTES + moe_subtile_offset(row, (column & 31) >> 2) + (column & 3) * 4;
 }
 
 /* Address that a lane of a warp gives to the q-th transposing stmatrix of a 16-bit part of 128 features by 64
  * of d (one subtile of 128 rows): octets 2q and 2q + 1 of features, the warp's 16 of d. */
-SMOE_HD uint32_t moe_part_transposed(uint32_t warp, uint32_t lane, uint32_t q)
+MOE_HD uint32_t moe_part_transposed(uint32_t warp, uint32_t lane, uint32_t q)
 {
-    return q * 16 * SMOE_SUBTILE_ROW_BYTES +
+    return q * 16 * MOE_SUBTILE_ROW_BYTES +
            moe_subtile_offset((lane >> 4) * 8 + (lane & 7), 2 * warp + ((lane >> 3) & 1));
 }
 
 /* The same of a 16-bit part of 64 of d by 128 features, not transposed. */
-SMOE_HD uint32_t moe_part_plain(uint32_t warp, uint32_t lane, uint32_t q)
+MOE_HD uint32_t moe_part_plain(uint32_t warp, uint32_t lane, uint32_t q)
 {
-    return (q >> 2) * SMOE_SUBTILE_BYTES +
+    return (q >> 2) * MOE_SUBTILE_BYTES +
            moe_subtile_offset(warp * 16 + (lane & 15), (q & 3) * 2 + (lane >> 4));
 }
 

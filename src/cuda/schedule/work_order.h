@@ -11,9 +11,9 @@
  * bands whose rows stay in L2. */
 
 enum {
-    SMOE_MOST_COLUMNS_FIRST = 8,
-    SMOE_BAND = 16,                                /* row tiles */
-    SMOE_LEAST_BANDED = SMOE_BAND + SMOE_BAND / 2, /* fewer row tiles are one band */
+    MOE_MOST_COLUMNS_FIRST = 8,
+    MOE_BAND = 16,                              /* row tiles */
+    MOE_LEAST_BANDED = MOE_BAND + MOE_BAND / 2, /* fewer row tiles are one band */
 };
 
 typedef struct moe_place {
@@ -21,7 +21,7 @@ typedef struct moe_place {
 } moe_place;
 
 /* Position of unit `unit`, with columns or rows fastest. */
-SMOE_HD moe_place moe_place_in(int32_t unit, int32_t row_tiles, int32_t column_tiles, int columns_first)
+MOE_HD moe_place moe_place_in(int32_t unit, int32_t row_tiles, int32_t column_tiles, int columns_first)
 {
     const int32_t fast = columns_first ? column_tiles : row_tiles, slow = unit / fast,
                   rest = unit - slow * fast;
@@ -29,15 +29,15 @@ SMOE_HD moe_place moe_place_in(int32_t unit, int32_t row_tiles, int32_t column_t
     return place;
 }
 
-/* Row tiles of a band: about SMOE_BAND; all bands but the last are equal. */
-SMOE_HD int32_t moe_band_height(int32_t row_tiles)
+/* Row tiles of a band: about MOE_BAND; all bands but the last are equal. */
+MOE_HD int32_t moe_band_height(int32_t row_tiles)
 {
-    const int32_t bands = (row_tiles + SMOE_BAND / 2) / SMOE_BAND;
+    const int32_t bands = (row_tiles + MOE_BAND / 2) / MOE_BAND;
     return bands > 1 ? (row_tiles + bands - 1) / bands : row_tiles;
 }
 
 /* Position of unit `unit`: bands of row tiles one after the other, in each band row tiles fastest. */
-SMOE_HD moe_place moe_place_in_bands(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+MOE_HD moe_place moe_place_in_bands(int32_t unit, int32_t row_tiles, int32_t column_tiles)
 {
     const int32_t height = moe_band_height(row_tiles), first = unit / (height * column_tiles) * height;
     const int32_t left = row_tiles - first;
@@ -47,22 +47,22 @@ SMOE_HD moe_place moe_place_in_bands(int32_t unit, int32_t row_tiles, int32_t co
     return place;
 }
 
-SMOE_HD moe_place moe_place_of(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+MOE_HD moe_place moe_place_of(int32_t unit, int32_t row_tiles, int32_t column_tiles)
 {
-    if (column_tiles <= SMOE_MOST_COLUMNS_FIRST) return moe_place_in(unit, row_tiles, column_tiles, 1);
+    if (column_tiles <= MOE_MOST_COLUMNS_FIRST) return moe_place_in(unit, row_tiles, column_tiles, 1);
     return moe_place_in_bands(unit, row_tiles, column_tiles);
 }
 
-/* Position of unit `unit` of a whole work list, whose rows are those of all experts: bands of SMOE_BAND row
- * tiles. A band may have rows of two experts; then it reads the weights of both. The fewer than SMOE_BAND row
+/* Position of unit `unit` of a whole work list, whose rows are those of all experts: bands of MOE_BAND row
+ * tiles. A band may have rows of two experts; then it reads the weights of both. The fewer than MOE_BAND row
  * tiles after the last band go with column tiles fastest, because a division by their number would make dh.cu
  * spill registers. */
-SMOE_HD moe_place moe_place_in_list(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+MOE_HD moe_place moe_place_in_list(int32_t unit, int32_t row_tiles, int32_t column_tiles)
 {
     const int32_t row = unit / column_tiles;
-    if (row >= row_tiles / SMOE_BAND * SMOE_BAND) return moe_place_in(unit, row_tiles, column_tiles, 1);
-    const int32_t first = row / SMOE_BAND * SMOE_BAND;
-    moe_place place = moe_place_in(unit - first * column_tiles, SMOE_BAND, column_tiles, 0);
+    if (row >= row_tiles / MOE_BAND * MOE_BAND) return moe_place_in(unit, row_tiles, column_tiles, 1);
+    const int32_t first = row / MOE_BAND * MOE_BAND;
+    moe_place place = moe_place_in(unit - first * column_tiles, MOE_BAND, column_tiles, 0);
     place.row_tile += first;
     return place;
 }
@@ -74,7 +74,7 @@ SMOE_HD moe_place moe_place_in_list(int32_t unit, int32_t row_tiles, int32_t col
 
 /* The least turn for which ctas + turn and column_tiles have no common divisor but 1. If there are many more
  * CTAs than column tiles, every CTA then gets about the same number of units of each column tile. */
-SMOE_HD int32_t moe_turn(int32_t ctas, int32_t column_tiles)
+MOE_HD int32_t moe_turn(int32_t ctas, int32_t column_tiles)
 {
     for (int32_t turn = 0;; turn++) {
         int32_t a = ctas + turn, b = column_tiles;
@@ -88,7 +88,7 @@ SMOE_HD int32_t moe_turn(int32_t ctas, int32_t column_tiles)
 }
 
 /* The unit of CTA `cta` in wave `wave`. turn: of moe_turn; 0 if all column tiles are equal. */
-SMOE_HD int32_t moe_unit_in_turns(int32_t cta, int32_t wave, int32_t ctas, int32_t turn)
+MOE_HD int32_t moe_unit_in_turns(int32_t cta, int32_t wave, int32_t ctas, int32_t turn)
 {
     return wave * ctas + (cta + wave * turn) % ctas;
 }

@@ -36,7 +36,7 @@ enum {
     SLOT_BYTES = A_BYTES + TILE_COLUMNS * STEP * 2,
     SHARED_BYTES = STAGES * SLOT_BYTES
 };
-static_assert((int)TILE_ROWS == SMOE_TILE_BLOCKS * SMOE_BLOCK_ROWS && (int)WARP_TILE == SMOE_BLOCK_ROWS,
+static_assert((int)TILE_ROWS == MOE_TILE_BLOCKS * MOE_BLOCK_ROWS && (int)WARP_TILE == MOE_BLOCK_ROWS,
               "a warp has one block of a row tile");
 
 // The sums of a warp's 64 x 64 elements. Lane 4 g + q has of row 16 m + g columns 8 j + 2 q and 8 j + 2 q + 1
@@ -47,7 +47,7 @@ typedef float warp_sums[4][8][4];
 // tile with one block, and of one with half of its columns, every scheduler has one warp that works.
 struct warp_part {
     int row, column;
-    SMOE_DEVICE explicit warp_part(int warp)
+    MOE_DEVICE explicit warp_part(int warp)
         : row(warp / WARPS_ACROSS), column((warp + 2 * row) % WARPS_ACROSS)
     {
     }
@@ -61,20 +61,20 @@ static_assert(WARPS_DOWN == 2 && WARPS_ACROSS == 4, "see warp_part");
 template <bool MN, int SIZE> struct operand {
     enum { PITCH = (MN ? SIZE : (int)STEP) * 2, VECTORS = PITCH / 16 };
 
-    static SMOE_DEVICE uint32_t place(int row, int vector)
+    static MOE_DEVICE uint32_t place(int row, int vector)
     {
         const int turn = MN ? row & 7 : row >> 1 & 3;
         return (uint32_t)(row * PITCH + ((vector ^ turn) << 4));
     }
     // Where the lane's row of the first ldmatrix begins, for part `part` of 64 rows or columns.
-    template <bool IS_B> static SMOE_DEVICE uint32_t lane_place(int lane, int part)
+    template <bool IS_B> static MOE_DEVICE uint32_t lane_place(int lane, int part)
     {
         const int middle = lane >> 3 & 1, high = lane >> 4;
         const int down = MN == IS_B ? middle : high, across = MN == IS_B ? high : middle;
         return place((lane & 7) + 8 * down + (MN ? 0 : part * WARP_TILE), across + (MN ? part * 8 : 0));
     }
     // The four 16 x 16 fragments at places 16 kk of the step.
-    static SMOE_DEVICE void load(uint32_t (&f)[4][4], uint32_t at, int kk)
+    static MOE_DEVICE void load(uint32_t (&f)[4][4], uint32_t at, int kk)
     {
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -93,18 +93,18 @@ template <int SIZE> struct k_major {
     using tile = operand<false, SIZE>;
     enum { APART = THREADS / tile::VECTORS, COUNT = SIZE / APART };
 
-    static SMOE_DEVICE int row()
+    static MOE_DEVICE int row()
     {
         return (int)threadIdx.x / tile::VECTORS;
     }
-    static SMOE_DEVICE uint32_t vector()
+    static MOE_DEVICE uint32_t vector()
     {
         return threadIdx.x % tile::VECTORS;
     }
     // vectors: of a row of the tensor; bit i of real: row i exists; offset(i): of the row
     template <class F>
-    static SMOE_DEVICE void copy(uint32_t slot, const void *tensor, int step, uint32_t vectors, uint32_t real,
-                                 const F &offset)
+    static MOE_DEVICE void copy(uint32_t slot, const void *tensor, int step, uint32_t vectors, uint32_t real,
+                                const F &offset)
     {
         const uint32_t along = (uint32_t)(step * tile::VECTORS) + vector();
         const uint32_t wanted = along < vectors ? real : 0;
@@ -122,7 +122,7 @@ template <int SIZE> struct even_rows {
     uint32_t apart;    // vectors between two of its rows
     uint32_t real;     // bit i: row i exists
 
-    SMOE_DEVICE void copy(uint32_t slot, int step, uint32_t vectors) const
+    MOE_DEVICE void copy(uint32_t slot, int step, uint32_t vectors) const
     {
         const uint32_t step_apart = apart;
         copier::copy(slot, first, step, vectors, real, [&](int i) { return i * step_apart; });
@@ -134,13 +134,13 @@ struct token_rows {
     using copier = k_major<TILE_ROWS>;
     int token[copier::COUNT];
 
-    SMOE_DEVICE void begin(const int32_t *row_token, int blocks)
+    MOE_DEVICE void begin(const int32_t *row_token, int blocks)
     {
 #pragma unroll
         for (int i = 0; i < copier::COUNT; i++)
             token[i] = i < blocks ? __ldg(row_token + copier::row() + i * copier::APART) : -1;
     }
-    SMOE_DEVICE void copy(uint32_t slot, const void *tensor, int step, uint32_t vectors) const
+    MOE_DEVICE void copy(uint32_t slot, const void *tensor, int step, uint32_t vectors) const
     {
         uint32_t real = 0;
 #pragma unroll
@@ -149,8 +149,8 @@ struct token_rows {
                      [&](int i) { return (uint32_t)max(token[i], 0) * vectors; });
     }
 };
-static_assert((int)token_rows::copier::COUNT == (int)SMOE_TILE_BLOCKS &&
-                  (int)token_rows::copier::APART == (int)SMOE_BLOCK_ROWS,
+static_assert((int)token_rows::copier::COUNT == (int)MOE_TILE_BLOCKS &&
+                  (int)token_rows::copier::APART == (int)MOE_BLOCK_ROWS,
               "row i of a thread is in block i");
 
 // MN-major: a thread has one column of vectors and rows row() + APART i of a step.
@@ -158,15 +158,15 @@ template <int SIZE> struct mn_major {
     using tile = operand<true, SIZE>;
     enum { APART = THREADS / tile::VECTORS, COUNT = STEP / APART };
 
-    static SMOE_DEVICE int row()
+    static MOE_DEVICE int row()
     {
         return (int)threadIdx.x / tile::VECTORS;
     }
-    static SMOE_DEVICE int column() // of elements
+    static MOE_DEVICE int column() // of elements
     {
         return (int)(threadIdx.x % tile::VECTORS) * 8;
     }
-    static SMOE_DEVICE void copy_row(uint32_t slot, int i, uint32_t real, const char *from)
+    static MOE_DEVICE void copy_row(uint32_t slot, int i, uint32_t real, const char *from)
     {
         copy16_async_if(real, slot + tile::place(row(), column() / 8) + i * APART * tile::PITCH, from);
     }
@@ -178,8 +178,8 @@ static_assert((int)mn_major<TILE_ROWS>::APART % 8 == 0 && (int)mn_major<TILE_COL
 
 // Rows `first` + row() + APART i, i < COUNT, of a (.., rank) matrix; bit i of real: the row exists.
 template <int SIZE>
-SMOE_DEVICE void copy_low_rows(uint32_t slot, const void *matrix, int64_t first, int rank, int step,
-                               uint32_t real)
+MOE_DEVICE void copy_low_rows(uint32_t slot, const void *matrix, int64_t first, int rank, int step,
+                              uint32_t real)
 {
     using copier = k_major<SIZE>;
     const uint32_t vectors = (uint32_t)rank / 8;
@@ -188,16 +188,16 @@ SMOE_DEVICE void copy_low_rows(uint32_t slot, const void *matrix, int64_t first,
 }
 
 // Rows of P1, P2, Q2 or Q1: the tile's.
-SMOE_DEVICE void copy_low(uint32_t slot, const moe_low_rank &lora, int row, int blocks, int step)
+MOE_DEVICE void copy_low(uint32_t slot, const moe_low_rank &lora, int row, int blocks, int step)
 {
-    static_assert((int)k_major<TILE_ROWS>::APART == (int)SMOE_BLOCK_ROWS, "row i of a thread is in block i");
+    static_assert((int)k_major<TILE_ROWS>::APART == (int)MOE_BLOCK_ROWS, "row i of a thread is in block i");
     copy_low_rows<TILE_ROWS>(slot, lora.low, row, (int)lora.rank, step, blocks == 1 ? 1 : 3);
 }
 
 // 32 rows of an expert's factor (rank, width), as an MN-major operand. `column`: the thread's; real: it
 // exists.
-SMOE_DEVICE void copy_low_factor(uint32_t slot, const moe_low_rank &lora, int expert, int64_t width,
-                                 int64_t column, int step, uint32_t real)
+MOE_DEVICE void copy_low_factor(uint32_t slot, const moe_low_rank &lora, int expert, int64_t width,
+                                int64_t column, int step, uint32_t real)
 {
     using copier = mn_major<TILE_COLUMNS>;
 #pragma unroll
@@ -210,7 +210,7 @@ SMOE_DEVICE void copy_low_factor(uint32_t slot, const moe_low_rank &lora, int ex
     }
 }
 
-SMOE_DEVICE int low_steps(const moe_low_rank &lora)
+MOE_DEVICE int low_steps(const moe_low_rank &lora)
 {
     return ((int)lora.rank + STEP - 1) / STEP;
 }
@@ -219,7 +219,7 @@ SMOE_DEVICE int low_steps(const moe_low_rank &lora)
 
 struct tile_place {
     int row, blocks, expert, column_tile;
-    SMOE_DEVICE bool has_block(int warp_row) const
+    MOE_DEVICE bool has_block(int warp_row) const
     {
         return warp_row < blocks;
     }
@@ -228,18 +228,18 @@ struct tile_place {
 struct tile_list {
     const moe_work *tiles;
     int row_tiles, column_tiles;
-    SMOE_DEVICE tile_list(const moe_work *list, const int32_t *counts, int64_t columns, int columns_a_tile)
+    MOE_DEVICE tile_list(const moe_work *list, const int32_t *counts, int64_t columns, int columns_a_tile)
         : tiles(list), row_tiles(__ldg(counts)),
           column_tiles((int)((columns + columns_a_tile - 1) / columns_a_tile))
     {
     }
-    SMOE_DEVICE int units() const
+    MOE_DEVICE int units() const
     {
         return row_tiles * column_tiles;
     }
-    SMOE_DEVICE tile_place place(int unit) const
+    MOE_DEVICE tile_place place(int unit) const
     {
-        const moe_place at = column_tiles <= SMOE_MOST_COLUMNS_FIRST
+        const moe_place at = column_tiles <= MOE_MOST_COLUMNS_FIRST
                                  ? moe_place_in(unit, row_tiles, column_tiles, 1)
                                  : moe_place_in_list(unit, row_tiles, column_tiles);
         const int2 entry = __ldg((const int2 *)(tiles + at.row_tile));
@@ -266,20 +266,20 @@ template <class G> struct pipeline {
     int unit, step, steps; // of the next copies
     uint32_t fill, read;   // slots, in bytes
 
-    SMOE_DEVICE pipeline(G &of, uint32_t slots, int warp_row, int warp_column, int lane)
+    MOE_DEVICE pipeline(G &of, uint32_t slots, int warp_row, int warp_column, int lane)
         : gemm(of), units(of.units()), shared(slots),
           at_a(slots + tile_a::template lane_place<false>(lane, warp_row)),
           at_b(slots + A_BYTES + tile_b::template lane_place<true>(lane, warp_column)), unit((int)blockIdx.x),
           step(0), steps(0), fill(0), read(0)
     {
     }
-    static SMOE_DEVICE void advance(uint32_t &slot)
+    static MOE_DEVICE void advance(uint32_t &slot)
     {
         slot = slot == LAST_SLOT ? 0 : slot + SLOT_BYTES;
     }
     // Begins the next unit. After the last one the copies run on: no element of those steps exists, so they
     // read nothing that is multiplied.
-    SMOE_DEVICE void begin_unit()
+    MOE_DEVICE void begin_unit()
     {
         if (unit >= units) return;
         const auto at = gemm.place(unit);
@@ -288,7 +288,7 @@ template <class G> struct pipeline {
         gemm.begin(at);
     }
     // Without a branch, so that the compiler can put it among the multiplications.
-    SMOE_DEVICE void copy_step()
+    MOE_DEVICE void copy_step()
     {
         gemm.copy_a(step, shared + fill);
         gemm.copy_b(step, shared + fill + A_BYTES);
@@ -297,7 +297,7 @@ template <class G> struct pipeline {
         step++;
     }
     // To be called after each copy_step.
-    SMOE_DEVICE void end_copy()
+    MOE_DEVICE void end_copy()
     {
         if (step == steps) {
             unit += (int)gridDim.x;
@@ -306,12 +306,12 @@ template <class G> struct pipeline {
     }
     // The next step has landed for all warps, and all have read the step before. A named barrier, because
     // warps come to it at different places of the code.
-    SMOE_DEVICE void await_step()
+    MOE_DEVICE void await_step()
     {
         wait_copies<STAGES - 2>();
         named_barrier_sync(1, THREADS);
     }
-    SMOE_DEVICE void start()
+    MOE_DEVICE void start()
     {
         begin_unit();
         for (int i = 0; i < STAGES - 1; i++) {
@@ -320,8 +320,8 @@ template <class G> struct pipeline {
         }
         await_step();
     }
-    static SMOE_DEVICE void multiply_fragments(warp_sums &c, const uint32_t (&a)[4][4],
-                                               const uint32_t (&b)[4][4])
+    static MOE_DEVICE void multiply_fragments(warp_sums &c, const uint32_t (&a)[4][4],
+                                              const uint32_t (&b)[4][4])
     {
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -333,7 +333,7 @@ template <class G> struct pipeline {
     }
     // The fragments of a tile's first step are loaded here once more. Otherwise they would hold registers
     // while the results of the tile before are stored.
-    SMOE_DEVICE void multiply_tile(warp_sums &c, int count)
+    MOE_DEVICE void multiply_tile(warp_sums &c, int count)
     {
         uint32_t a[2][4][4], b[2][4][4];
 #pragma unroll
@@ -355,7 +355,7 @@ template <class G> struct pipeline {
             }
     }
     // A warp without elements in a tile copies its part.
-    SMOE_DEVICE void pass_tile(int count)
+    MOE_DEVICE void pass_tile(int count)
     {
         for (int i = 0; i < count; i++) {
             copy_step();
@@ -366,7 +366,7 @@ template <class G> struct pipeline {
     }
 };
 
-template <class G> SMOE_DEVICE void run(G &gemm, const char *memory)
+template <class G> MOE_DEVICE void run(G &gemm, const char *memory)
 {
     const int warp = warp_number(), lane = threadIdx.x & 31;
     const warp_part part(warp);
@@ -391,7 +391,7 @@ template <class G> SMOE_DEVICE void run(G &gemm, const char *memory)
 
 // Lane q of four has pair q of four blocks of eight columns; afterwards it has the four pairs of block q. The
 // function is its own inverse.
-template <typename V> SMOE_DEVICE void transpose_four(V (&w)[4], int lane)
+template <typename V> MOE_DEVICE void transpose_four(V (&w)[4], int lane)
 {
 #pragma unroll
     for (int z = 0; z < 4; z += 2) {
@@ -405,7 +405,7 @@ template <typename V> SMOE_DEVICE void transpose_four(V (&w)[4], int lane)
     }
 }
 
-SMOE_DEVICE uint4 vector_of(const uint32_t (&w)[4])
+MOE_DEVICE uint4 vector_of(const uint32_t (&w)[4])
 {
     return make_uint4(w[0], w[1], w[2], w[3]);
 }
@@ -413,14 +413,14 @@ SMOE_DEVICE uint4 vector_of(const uint32_t (&w)[4])
 // The next 16 rows take the place of the first 16. A loop over the rows with this at its end is a quarter as
 // long as one that is unrolled; where every row has many instructions, ptxas would take minutes for the
 // latter.
-SMOE_DEVICE void next_rows(warp_sums &c)
+MOE_DEVICE void next_rows(warp_sums &c)
 {
 #pragma unroll
     for (int i = 0; i < 96; i++) c[i / 32][i / 4 % 8][i % 4] = c[i / 32 + 1][i / 4 % 8][i % 4];
 }
 
 // Columns 32 half to 32 half + 31 of row 8 i + g as pairs, before transpose_four.
-template <typename T> SMOE_DEVICE void pack_row(uint32_t (&w)[4], const warp_sums &c, int i, int half)
+template <typename T> MOE_DEVICE void pack_row(uint32_t (&w)[4], const warp_sums &c, int i, int half)
 {
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -432,7 +432,7 @@ template <typename T> SMOE_DEVICE void pack_row(uint32_t (&w)[4], const warp_sum
 // Stores a warp's sums. `to`: its element (0, 0), in rows `width` elements apart. The first `rows` rows and
 // `columns` columns exist.
 template <typename T>
-SMOE_DEVICE void store_sums(const warp_sums &c, T *to, int64_t width, int rows, int columns, int lane)
+MOE_DEVICE void store_sums(const warp_sums &c, T *to, int64_t width, int rows, int columns, int lane)
 {
     const int row = lane >> 2, column = (lane & 3) * 8;
     to += row * width + column;

@@ -16,18 +16,18 @@ constexpr uint64_t MN_DESCRIPTOR =
 
 enum operand_order { K_MAJOR = 0, MN_MAJOR = 1 };
 
-template <operand_order ORDER = K_MAJOR> SMOE_DEVICE uint64_t descriptor(uint32_t where)
+template <operand_order ORDER = K_MAJOR> MOE_DEVICE uint64_t descriptor(uint32_t where)
 {
     return (ORDER == MN_MAJOR ? MN_DESCRIPTOR : DESCRIPTOR) | where;
 }
 
 // What a step of 16 elements along K adds to a descriptor.
-template <operand_order ORDER> SMOE_DEVICE constexpr uint32_t descriptor_step()
+template <operand_order ORDER> MOE_DEVICE constexpr uint32_t descriptor_step()
 {
     return ORDER == MN_MAJOR ? 128 : 2;
 }
 
-SMOE_DEVICE uint32_t descriptor_address(uint32_t shared)
+MOE_DEVICE uint32_t descriptor_address(uint32_t shared)
 {
     return (shared & 0x3FFFF) >> 4;
 }

@@ -37,12 +37,12 @@ struct dh_params {
 
 enum {
     CONSUMER_THREADS = 128,
-    COPIES = SMOE_BLOCK_ROWS / (CONSUMER_THREADS / 8), // a thread's: eight copy the 128 bytes of a row
-    CONSUMER_BARRIER = 1,                              // named, one a consumer
+    COPIES = MOE_BLOCK_ROWS / (CONSUMER_THREADS / 8), // a thread's: eight copy the 128 bytes of a row
+    CONSUMER_BARRIER = 1,                             // named, one a consumer
     WARP_TILE_ROWS = 16, // rows of a consumer warp; one worker warp takes them at a time
     WARP_TILES = CONSUMER_WARPS,
-    SUBTILES = TILE_COLUMNS / SMOE_SUBTILE_COLUMNS,          // of a warp tile, if it is not narrow
-    SUBTILE_BYTES = WARP_TILE_ROWS * SMOE_SUBTILE_ROW_BYTES, // of a warp tile: 16 rows x 64 columns
+    SUBTILES = TILE_COLUMNS / MOE_SUBTILE_COLUMNS,          // of a warp tile, if it is not narrow
+    SUBTILE_BYTES = WARP_TILE_ROWS * MOE_SUBTILE_ROW_BYTES, // of a warp tile: 16 rows x 64 columns
     WARP_TILE_BYTES = SUBTILES * SUBTILE_BYTES,
     AHEAD = 4,                                     // steps of H in flight, 8 columns for each lane
     RING = STAGING + WARP_TILES * WARP_TILE_BYTES, // a worker warp: 4 steps x (gate 512 bytes, up 512 bytes)
@@ -66,24 +66,24 @@ static_assert(WARP_TILE_ROWS % (2 * AHEAD) == 0,
 enum width {
     NARROW, // one tile of up to 128 columns
     MIDDLE,
-    WIDE // more than SMOE_MOST_COLUMNS_FIRST tiles
+    WIDE // more than MOE_MOST_COLUMNS_FIRST tiles
 };
 
 template <width W> struct tile_width {
     enum {
         COLUMNS = W == NARROW ? NARROW_COLUMNS : TILE_COLUMNS,
         RING_SLOTS = W == NARROW ? NARROW_SLOTS : SLOTS,
-        SUBTILES = COLUMNS / SMOE_SUBTILE_COLUMNS,
+        SUBTILES = COLUMNS / MOE_SUBTILE_COLUMNS,
         LANES = COLUMNS / 8,      // that have a row
         ROWS = 32 / LANES,        // that a worker warp takes at a time, a step
         GROUP_ROWS = AHEAD * ROWS // that are between two uses of a slot of the ring
     };
     // This lane's row of a step, and its first column.
-    static SMOE_DEVICE int row(int lane)
+    static MOE_DEVICE int row(int lane)
     {
         return lane / LANES;
     }
-    static SMOE_DEVICE int column(int lane)
+    static MOE_DEVICE int column(int lane)
     {
         return lane % LANES * 8;
     }
@@ -92,27 +92,27 @@ static_assert(WARP_TILE_ROWS % tile_width<NARROW>::GROUP_ROWS == 0, "whole group
 
 template <width W> struct dh_layout : ring_layout<tile_width<W>::RING_SLOTS> {
     enum { RING_SLOTS = tile_width<W>::RING_SLOTS };
-    SMOE_DEVICE explicit dh_layout(uint32_t start)
+    MOE_DEVICE explicit dh_layout(uint32_t start)
         : ring_layout<tile_width<W>::RING_SLOTS>{start, start + BARRIERS}
     {
     }
-    SMOE_DEVICE uint32_t warp_tile(uint32_t b) const
+    MOE_DEVICE uint32_t warp_tile(uint32_t b) const
     {
         return this->base + STAGING + b * WARP_TILE_BYTES;
     }
-    SMOE_DEVICE uint32_t scale(uint32_t b, uint32_t row) const
+    MOE_DEVICE uint32_t scale(uint32_t b, uint32_t row) const
     {
         return this->base + SCALES + (b * WARP_TILE_ROWS + row) * 4;
     }
-    SMOE_DEVICE uint32_t done(uint32_t slot) const
+    MOE_DEVICE uint32_t done(uint32_t slot) const
     {
         return this->base + DONE + slot * 4;
     }
-    SMOE_DEVICE uint32_t warp_tile_full(uint32_t b) const
+    MOE_DEVICE uint32_t warp_tile_full(uint32_t b) const
     {
         return this->barriers + 8 * (2 * RING_SLOTS + b);
     }
-    SMOE_DEVICE uint32_t warp_tile_empty(uint32_t b) const
+    MOE_DEVICE uint32_t warp_tile_empty(uint32_t b) const
     {
         return this->barriers + 8 * (2 * RING_SLOTS + WARP_TILES + b);
     }
@@ -121,12 +121,12 @@ template <width W> struct dh_layout : ring_layout<tile_width<W>::RING_SLOTS> {
 // The tile of a unit, and its column tile. The width is a template parameter and there are two functions,
 // because otherwise a backward with d = 768 takes longer: 0.5 % with both orders in one kernel, 0.2 to 0.6 %
 // with one function.
-template <width W> SMOE_DEVICE moe_work tile_of(const tile_walk &walk, int unit)
+template <width W> MOE_DEVICE moe_work tile_of(const tile_walk &walk, int unit)
 {
     if (W != WIDE) return walk.tile(unit);
     return walk.entry(moe_place_in_list(unit, walk.row_tiles, walk.column_tiles).row_tile);
 }
-template <width W> SMOE_DEVICE int column_of(const tile_walk &walk, int unit)
+template <width W> MOE_DEVICE int column_of(const tile_walk &walk, int unit)
 {
     if (W != WIDE) return walk.column(unit);
     return moe_place_in_list(unit, walk.row_tiles, walk.column_tiles).column_tile;

@@ -18,18 +18,18 @@ struct place {
 };
 
 // This lane's 16 bytes of a row, in H's or dH's gate half, or in A'.
-SMOE_DEVICE const char *vector_of(const void *matrix, int row, int width, int column)
+MOE_DEVICE const char *vector_of(const void *matrix, int row, int width, int column)
 {
     return (const char *)matrix + ((int64_t)row * width + column) * 2;
 }
 
-template <typename T, int KIND> SMOE_DEVICE int h_width_of(const dh_params &p)
+template <typename T, int KIND> MOE_DEVICE int h_width_of(const dh_params &p)
 {
     return activation<T, KIND>::GATED ? 2 * p.intermediate : p.intermediate;
 }
 
 // The address in the up half that belongs to an address in the gate half.
-SMOE_DEVICE const char *up_half(const char *gate, const dh_params &p)
+MOE_DEVICE const char *up_half(const char *gate, const dh_params &p)
 {
     return advance_by_adds(gate, (uint32_t)p.intermediate * 2);
 }
@@ -39,18 +39,18 @@ template <bool GATED> struct h_ring {
     uint32_t slots; // of this lane
 
     // Starts the copy of a row into a slot. Columns that do not exist are not read.
-    SMOE_DEVICE void fetch(const char *gate, int column, int slot) const
+    MOE_DEVICE void fetch(const char *gate, int column, int slot) const
     {
         const uint32_t bytes = column < p.intermediate ? 16u : 0u;
         copy16_async_unhinted(slots + slot * RING_ROW, gate, bytes);
         if (GATED) copy16_async_unhinted(slots + slot * RING_ROW + RING_HALF, up_half(gate, p), bytes);
         commit_copies();
     }
-    SMOE_DEVICE uint4 gate(int slot) const
+    MOE_DEVICE uint4 gate(int slot) const
     {
         return load_shared16(slots + slot * RING_ROW);
     }
-    SMOE_DEVICE uint4 up(int slot) const
+    MOE_DEVICE uint4 up(int slot) const
     {
         return GATED ? load_shared16(slots + slot * RING_ROW + RING_HALF) : make_uint4(0, 0, 0, 0);
     }
@@ -58,8 +58,8 @@ template <bool GATED> struct h_ring {
 
 // Computes and stores a row's vectors of dH and A'. Returns the lane's part of <dA', A>.
 template <typename T, int KIND>
-SMOE_DEVICE float write_row(const dh_params &p, uint4 x, uint4 g, uint4 u, const char *to_dh,
-                            const char *to_a, bool exists, float weight, float y_weight)
+MOE_DEVICE float write_row(const dh_params &p, uint4 x, uint4 g, uint4 u, const char *to_dh, const char *to_a,
+                           bool exists, float weight, float y_weight)
 {
     uint4 gate, up, scaled;
     float ds = 0.0f;
@@ -75,7 +75,7 @@ SMOE_DEVICE float write_row(const dh_params &p, uint4 x, uint4 g, uint4 u, const
 
 // Every lane has a part of the sums of 4 steps. Of the LANES lanes that have a row, the i-th quarter gets the
 // sum of step i.
-template <int LANES> SMOE_DEVICE float sum_of_lanes(const float (&v)[AHEAD], int lane)
+template <int LANES> MOE_DEVICE float sum_of_lanes(const float (&v)[AHEAD], int lane)
 {
     const bool high = lane & LANES / 2, odd = lane & LANES / 4;
     float first = high ? v[2] : v[0], second = high ? v[3] : v[1];
@@ -90,7 +90,7 @@ template <int LANES> SMOE_DEVICE float sum_of_lanes(const float (&v)[AHEAD], int
 
 // Stores dS of a group of rows of a warp tile, from `row` on. row < 0: there are none yet.
 template <width W>
-SMOE_DEVICE void write_sums(float *ds_out, int row, const float (&ds)[AHEAD], float scales, int lane)
+MOE_DEVICE void write_sums(float *ds_out, int row, const float (&ds)[AHEAD], float scales, int lane)
 {
     constexpr int LANES = tile_width<W>::LANES;
     const int own = row + lane % LANES / (LANES / 4) * tile_width<W>::ROWS + tile_width<W>::row(lane);
@@ -100,9 +100,9 @@ SMOE_DEVICE void write_sums(float *ds_out, int row, const float (&ds)[AHEAD], fl
 
 // Computes one warp tile. Each row of H is fetched four steps ahead. `next`: the warp tile after it.
 template <typename T, int KIND, width W>
-SMOE_DEVICE void work_warp_tile(const dh_params &p, const h_ring<activation<T, KIND>::GATED> &ring,
-                                const dh_layout<W> &shared, uint32_t warp_tile, place at, place next,
-                                float weights, float *ds_out, int lane)
+MOE_DEVICE void work_warp_tile(const dh_params &p, const h_ring<activation<T, KIND>::GATED> &ring,
+                               const dh_layout<W> &shared, uint32_t warp_tile, place at, place next,
+                               float weights, float *ds_out, int lane)
 {
     constexpr int ROWS = tile_width<W>::ROWS, GROUP_ROWS = tile_width<W>::GROUP_ROWS;
     const int a_width = p.intermediate, h_width = h_width_of<T, KIND>(p), own = tile_width<W>::row(lane);
@@ -134,7 +134,7 @@ SMOE_DEVICE void work_warp_tile(const dh_params &p, const h_ring<activation<T, K
                 // Steps i + 1 to 3 of these four, then step 0 of the next four; the vectors of their rows are
                 // exchanged.
                 const int further = (i + 1) * ROWS;
-                const uint32_t below = (here ^ (further & 7) << 4) + further * SMOE_SUBTILE_ROW_BYTES;
+                const uint32_t below = (here ^ (further & 7) << 4) + further * MOE_SUBTILE_ROW_BYTES;
                 if (i + 1 == AHEAD) here = below;
                 x_next = load_shared16(below);
                 g_next = ring.gate((i + 1) % AHEAD), u_next = ring.up((i + 1) % AHEAD);
@@ -151,8 +151,8 @@ SMOE_DEVICE void work_warp_tile(const dh_params &p, const h_ring<activation<T, K
 }
 
 template <typename T, width W, int KIND>
-SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout<W> &shared, int worker,
-                            int lane)
+MOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout<W> &shared, int worker,
+                           int lane)
 {
     if (blockIdx.x >= walk.units) return;
     const h_ring<activation<T, KIND>::GATED> ring = {p, shared.base + RING + worker * RING_WARP + lane * 16};
@@ -176,7 +176,7 @@ SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_
         }
         for (int consumer = 0; consumer < blocks; consumer++) {
             const uint32_t warp_tile = consumer * 4 + worker, parity = phases >> consumer & 1;
-            const place next = consumer + 1 < blocks ? place{at.row + SMOE_BLOCK_ROWS, at.column} : first;
+            const place next = consumer + 1 < blocks ? place{at.row + MOE_BLOCK_ROWS, at.column} : first;
             const float next_weights = __ldg(p.row_weight + next.row + (lane & 15));
             barrier_wait(shared.warp_tile_full(warp_tile), parity);
             work_warp_tile<T, KIND, W>(p, ring, shared, warp_tile, at, next, weights,
@@ -193,14 +193,14 @@ SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_
 }
 
 template <typename T, width W>
-SMOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout<W> &shared, int worker,
-                            int lane)
+MOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout<W> &shared, int worker,
+                           int lane)
 {
     switch (p.activation) {
-#define SMOE_WORK(enumerator, name, shape, curve)                                                            \
+#define MOE_WORK(enumerator, name, shape, curve)                                                             \
     case enumerator: return work_tiles<T, W, enumerator>(p, walk, shared, worker, lane);
-        MOE_ACTIVATIONS(SMOE_WORK)
-#undef SMOE_WORK
+        MOE_ACTIVATIONS(MOE_WORK)
+#undef MOE_WORK
     }
     __builtin_unreachable(); // the host refuses other values
 }

@@ -37,7 +37,7 @@ enum {
     NARROW_SLOT_BYTES = A_BYTES + NARROW_COLUMNS * STEP * 2,
     TALL_ROWS = TILE_ROWS * 2, // of a tall tile, which has NARROW_COLUMNS columns
     BUFFERS = 4,               // two for each consumer
-    BUFFER_BYTES = 2 * SMOE_SUBTILE_BYTES,
+    BUFFER_BYTES = 2 * MOE_SUBTILE_BYTES,
     CONSUMER_WARPS = 8,
     STAGING = SLOTS * SLOT_BYTES,
     STAGING_END = STAGING + BUFFERS * BUFFER_BYTES,
@@ -50,27 +50,27 @@ static_assert((int)NARROW_SLOTS != (int)SLOTS, "the number of slots tells how la
 // Addresses in shared memory, with a ring of COUNT slots.
 template <int COUNT> struct ring_layout {
     uint32_t base, barriers;
-    SMOE_DEVICE uint32_t slot(uint32_t s) const
+    MOE_DEVICE uint32_t slot(uint32_t s) const
     {
         return base + s * (COUNT == NARROW_SLOTS ? NARROW_SLOT_BYTES : SLOT_BYTES);
     }
-    SMOE_DEVICE uint32_t buffer(uint32_t s) const
+    MOE_DEVICE uint32_t buffer(uint32_t s) const
     {
         return base + STAGING + s * BUFFER_BYTES;
     }
-    SMOE_DEVICE uint32_t full(uint32_t s) const
+    MOE_DEVICE uint32_t full(uint32_t s) const
     {
         return barriers + 8 * s;
     }
-    SMOE_DEVICE uint32_t empty(uint32_t s) const
+    MOE_DEVICE uint32_t empty(uint32_t s) const
     {
         return barriers + 8 * (COUNT + s);
     }
-    SMOE_DEVICE uint32_t buffer_full(uint32_t s) const
+    MOE_DEVICE uint32_t buffer_full(uint32_t s) const
     {
         return barriers + 8 * (2 * COUNT + s);
     }
-    SMOE_DEVICE uint32_t buffer_empty(uint32_t s) const
+    MOE_DEVICE uint32_t buffer_empty(uint32_t s) const
     {
         return barriers + 8 * (2 * COUNT + BUFFERS + s);
     }
@@ -78,7 +78,7 @@ template <int COUNT> struct ring_layout {
 using shared_layout = ring_layout<SLOTS>;
 
 // By one thread. `loaders`: arrivals that complete a slot.
-template <int COUNT> SMOE_DEVICE void init_barriers(const ring_layout<COUNT> &shared, uint32_t loaders)
+template <int COUNT> MOE_DEVICE void init_barriers(const ring_layout<COUNT> &shared, uint32_t loaders)
 {
     for (int i = 0; i < COUNT; i++) {
         barrier_init(shared.full(i), loaders);
@@ -97,7 +97,7 @@ template <int COUNT> SMOE_DEVICE void init_barriers(const ring_layout<COUNT> &sh
 template <int COUNT> struct release_slot {
     const ring_layout<COUNT> &shared;
     int lane;
-    SMOE_DEVICE void operator()(uint32_t slot) const
+    MOE_DEVICE void operator()(uint32_t slot) const
     {
         if (lane == 0) barrier_arrive(shared.empty(slot));
     }
@@ -105,7 +105,7 @@ template <int COUNT> struct release_slot {
 template <int COUNT> release_slot(const ring_layout<COUNT> &, int) -> release_slot<COUNT>;
 
 // 64 rows of a tall tile.
-SMOE_DEVICE float (&rows_of(float (&acc)[128], int half))[64]
+MOE_DEVICE float (&rows_of(float (&acc)[128], int half))[64]
 {
     return *(float(*)[64])(acc + half * 64);
 }
@@ -116,15 +116,15 @@ SMOE_DEVICE float (&rows_of(float (&acc)[128], int half))[64]
 // done(slot). COPIED: A was written by cp.async. steps >= 1.
 template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR, bool TALL = false,
           int SUMS, int COUNT, class Done>
-SMOE_DEVICE void multiply(float (&acc)[SUMS], ring_position<COUNT> &ring, const ring_layout<COUNT> &shared,
-                          int steps, int consumer, const Done &done)
+MOE_DEVICE void multiply(float (&acc)[SUMS], ring_position<COUNT> &ring, const ring_layout<COUNT> &shared,
+                         int steps, int consumer, const Done &done)
 {
     uint32_t previous = 0;
     for (int k = 0; k < steps; k++) {
         barrier_wait(shared.full(ring.slot), ring.phase);
         if (COPIED) fence_async_proxy();
         const uint32_t a =
-            descriptor_address(shared.slot(ring.slot) + consumer * (TALL ? 2 : 1) * SMOE_SUBTILE_BYTES);
+            descriptor_address(shared.slot(ring.slot) + consumer * (TALL ? 2 : 1) * MOE_SUBTILE_BYTES);
         const uint32_t b = descriptor_address(shared.slot(ring.slot) + A_BYTES * (TALL ? 2 : 1));
         pin(acc);
         wgmma_fence();
@@ -136,7 +136,7 @@ SMOE_DEVICE void multiply(float (&acc)[SUMS], ring_position<COUNT> &ring, const 
                 for (int half = 0; half < 2; half++)
                     tensor_core<T>::template multiply<A, B>(
                         rows_of(acc, half),
-                        descriptor<A>(a + descriptor_address(half * SMOE_SUBTILE_BYTES) +
+                        descriptor<A>(a + descriptor_address(half * MOE_SUBTILE_BYTES) +
                                       descriptor_step<A>() * j),
                         right, (k | j) != 0);
             } else
@@ -158,8 +158,8 @@ SMOE_DEVICE void multiply(float (&acc)[SUMS], ring_position<COUNT> &ring, const 
 
 // A tile of which this consumer has no rows: skips its slots.
 template <int COUNT, class Done>
-SMOE_DEVICE void pass_over(ring_position<COUNT> &ring, const ring_layout<COUNT> &shared, int steps,
-                           const Done &done)
+MOE_DEVICE void pass_over(ring_position<COUNT> &ring, const ring_layout<COUNT> &shared, int steps,
+                          const Done &done)
 {
     for (int k = 0; k < steps; k++) {
         barrier_wait(shared.full(ring.slot), ring.phase);
@@ -171,14 +171,14 @@ SMOE_DEVICE void pass_over(ring_position<COUNT> &ring, const ring_layout<COUNT> 
 // Half `half` (64 accumulators, 16 octets of 8 columns) of the consumer's `count`-th tile goes to its buffer.
 // gated: see moe_octet_subtile. Of every four octets, one stmatrix stores 0 and 2, the next one 1 and 3.
 template <typename T, bool GATED_CHOICE, int COUNT>
-SMOE_DEVICE void write_half(const float *acc, const ring_layout<COUNT> &shared, int consumer, int half,
-                            uint32_t count, int gated, int lane)
+MOE_DEVICE void write_half(const float *acc, const ring_layout<COUNT> &shared, int consumer, int half,
+                           uint32_t count, int gated, int lane)
 {
     using S = storage<T>;
     const uint32_t buffer = consumer * 2 + half;
     barrier_wait(shared.buffer_empty(buffer), (count & 1) ^ 1);
     const int warp = (threadIdx.x >> 5) & 3, row = warp * 16 + (lane & 15);
-    const uint32_t to = shared.buffer(buffer) + row * SMOE_SUBTILE_ROW_BYTES;
+    const uint32_t to = shared.buffer(buffer) + row * MOE_SUBTILE_ROW_BYTES;
 #pragma unroll
     for (int q = 0; q < 16; q += 4) {
 #pragma unroll
@@ -188,7 +188,7 @@ SMOE_DEVICE void write_half(const float *acc, const ring_layout<COUNT> &shared, 
             const int paired = GATED_CHOICE ? gated : 0;
             const uint32_t subtile = paired ? odd : q >> 3;
             const uint32_t vector = moe_octet_vector(octet, paired);
-            store_matrices(to + subtile * SMOE_SUBTILE_BYTES + ((vector ^ (lane & 7)) << 4),
+            store_matrices(to + subtile * MOE_SUBTILE_BYTES + ((vector ^ (lane & 7)) << 4),
                            S::pack(left[0], left[1]), S::pack(left[2], left[3]), S::pack(right[0], right[1]),
                            S::pack(right[2], right[3]));
         }

@@ -23,13 +23,13 @@ inline gemm_core core_of(moe_gemm kind)
 {
     constexpr int ANY = 1 << 30;
     switch (kind) {
-    case SMOE_GEMM_TILES:
+    case MOE_GEMM_TILES:
         return {gemm_tiles::SHARED_BYTES, ANY, gemm_tiles::TILE_ROWS, gemm_tiles::TILE_COLUMNS};
-    case SMOE_GEMM_PING_PONG:
+    case MOE_GEMM_PING_PONG:
         return {gemm_ping_pong::SHARED_BYTES, ANY, gemm_ping_pong::TILE_ROWS, gemm_ping_pong::TILE_COLUMNS};
-    case SMOE_GEMM_STATIONARY: break;
+    case MOE_GEMM_STATIONARY: break;
     }
-    return {gemm_stationary::SHARED_BYTES, gemm_stationary::MAX_CTAS, SMOE_BLOCK_ROWS,
+    return {gemm_stationary::SHARED_BYTES, gemm_stationary::MAX_CTAS, MOE_BLOCK_ROWS,
             gemm_stationary::TILE_COLUMNS};
 }
 
@@ -38,9 +38,9 @@ template <class P> using gemm_kernel = void (*)(P);
 template <typename T, class P> gemm_kernel<P> kernel_of(moe_gemm kind, int64_t steps)
 {
     switch (kind) {
-    case SMOE_GEMM_TILES: return gemm_tiles::kernel<T, P>;
-    case SMOE_GEMM_PING_PONG: return gemm_ping_pong::kernel<T, P>;
-    case SMOE_GEMM_STATIONARY: break;
+    case MOE_GEMM_TILES: return gemm_tiles::kernel<T, P>;
+    case MOE_GEMM_PING_PONG: return gemm_ping_pong::kernel<T, P>;
+    case MOE_GEMM_STATIONARY: break;
     }
     if constexpr (operands<P>::MAY_STAY) {
         switch (moe_stationary_slices(steps)) {
@@ -65,8 +65,8 @@ inline void map_result(moe_launch *on, CUtensorMap *y, moe_gemm kind, int64_t st
 {
     using wide = gemm_stationary::stored_box<2>;
     using low = gemm_stationary::stored_box<4>;
-    if (kind != SMOE_GEMM_STATIONARY)
-        moe_map_matrix(on, y, base, rows, columns, SMOE_BLOCK_ROWS);
+    if (kind != MOE_GEMM_STATIONARY)
+        moe_map_matrix(on, y, base, rows, columns, MOE_BLOCK_ROWS);
     else if (moe_stationary_slices(steps) <= 2)
         moe_map_side_by_side(on, y, base, rows, columns, wide::SUBTILES, wide::ROWS);
     else
@@ -76,7 +76,7 @@ inline void map_result(moe_launch *on, CUtensorMap *y, moe_gemm kind, int64_t st
 // Before the first launch: every kernel may use the shared memory that it needs.
 template <typename T, class P> cudaError_t init_gemms(const moe_device *device)
 {
-    for (const moe_gemm kind : {SMOE_GEMM_TILES, SMOE_GEMM_PING_PONG, SMOE_GEMM_STATIONARY})
+    for (const moe_gemm kind : {MOE_GEMM_TILES, MOE_GEMM_PING_PONG, MOE_GEMM_STATIONARY})
         for (const int64_t steps : {1, 2, 4}) { // the number matters to one core only
             const cudaError_t status =
                 allow_shared(device, kernel_of<T, P>(kind, steps), core_of(kind).shared_bytes);

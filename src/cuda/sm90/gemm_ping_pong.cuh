@@ -24,15 +24,15 @@ namespace gemm_ping_pong
 enum {
     THREADS = 384,
     TILE_ROWS = 128,
-    TILE_COLUMNS = SMOE_PING_PONG_COLUMNS,
-    SUBTILES = TILE_COLUMNS / SMOE_SUBTILE_COLUMNS,
+    TILE_COLUMNS = MOE_PING_PONG_COLUMNS,
+    SUBTILES = TILE_COLUMNS / MOE_SUBTILE_COLUMNS,
     STEP = 64,
     SLOTS = 4,
     A_BYTES = TILE_ROWS * STEP * 2,
     B_BYTES = TILE_COLUMNS * STEP * 2,
     SLOT_BYTES = A_BYTES + B_BYTES,
     BUFFERS = 2, // subtiles of 128 x 64 for each consumer
-    BUFFER_BYTES = 2 * SMOE_SUBTILE_BYTES,
+    BUFFER_BYTES = 2 * MOE_SUBTILE_BYTES,
     STAGING = SLOTS * SLOT_BYTES,
     BARRIERS = STAGING + 2 * BUFFERS * BUFFER_BYTES,
     SHARED_BYTES = BARRIERS + 8 * 2 * SLOTS
@@ -46,19 +46,19 @@ enum { STAGING_BARRIER = 1, TURN_BARRIER = 4 };
 
 struct shared_layout {
     uint32_t base;
-    SMOE_DEVICE uint32_t slot(uint32_t s) const
+    MOE_DEVICE uint32_t slot(uint32_t s) const
     {
         return base + s * SLOT_BYTES;
     }
-    SMOE_DEVICE uint32_t staging(int consumer) const
+    MOE_DEVICE uint32_t staging(int consumer) const
     {
         return base + STAGING + consumer * BUFFERS * BUFFER_BYTES;
     }
-    SMOE_DEVICE uint32_t full(uint32_t s) const
+    MOE_DEVICE uint32_t full(uint32_t s) const
     {
         return base + BARRIERS + 8 * s;
     }
-    SMOE_DEVICE uint32_t empty(uint32_t s) const
+    MOE_DEVICE uint32_t empty(uint32_t s) const
     {
         return base + BARRIERS + 8 * (SLOTS + s);
     }
@@ -69,20 +69,20 @@ struct placed_tile {
     int column; // its first one in the chunk
 };
 
-template <class P> SMOE_DEVICE placed_tile tile_of(const P &p, int unit, int column_tiles)
+template <class P> MOE_DEVICE placed_tile tile_of(const P &p, int unit, int column_tiles)
 {
     const int row_tile = unit / column_tiles;
     const int2 entry = __ldg((const int2 *)(p.lists.tiles + row_tile));
     return {{entry.x, entry.y}, (unit - row_tile * column_tiles) * TILE_COLUMNS};
 }
 
-template <class P> SMOE_DEVICE int unit_of(const P &p, int wave)
+template <class P> MOE_DEVICE int unit_of(const P &p, int wave)
 {
     return moe_unit_in_turns(blockIdx.x, wave, gridDim.x, p.turn);
 }
 
 template <class P>
-SMOE_DEVICE void load_tiles(const P &p, const shared_layout &shared, int units, int column_tiles, int steps)
+MOE_DEVICE void load_tiles(const P &p, const shared_layout &shared, int units, int column_tiles, int steps)
 {
     ring_position<SLOTS> ring(1);
     operands<P>::prefetch(p);
@@ -101,15 +101,15 @@ SMOE_DEVICE void load_tiles(const P &p, const shared_layout &shared, int units, 
 }
 
 // A thread's first COUNT accumulators. Those of the warpgroup together are 64 rows by 2 COUNT columns.
-template <int COUNT> SMOE_DEVICE float (&first_sums(float (&acc)[96]))[COUNT]
+template <int COUNT> MOE_DEVICE float (&first_sums(float (&acc)[96]))[COUNT]
 {
     return *(float(*)[COUNT])acc;
 }
 
 // Multiplies the first COLUMNS columns of a tile.
 template <typename T, operand_order WEIGHTS, int COLUMNS>
-SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<SLOTS> &ring, const shared_layout &shared,
-                          int steps, int lane)
+MOE_DEVICE void multiply(float (&acc)[2][96], ring_position<SLOTS> &ring, const shared_layout &shared,
+                         int steps, int lane)
 {
     uint32_t previous = 0;
     for (int k = 0; k < steps; k++) {
@@ -126,7 +126,7 @@ SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<SLOTS> &ring, const
             for (int block = 0; block < 2; block++)
                 tensor_core<T>::template multiply<K_MAJOR, WEIGHTS>(
                     first_sums<COLUMNS / 2>(acc[block]),
-                    descriptor(a + descriptor_address(block * SMOE_SUBTILE_BYTES) + 2 * j), weights,
+                    descriptor(a + descriptor_address(block * MOE_SUBTILE_BYTES) + 2 * j), weights,
                     (k | j) != 0);
         }
         wgmma_commit();
@@ -141,8 +141,8 @@ SMOE_DEVICE void multiply(float (&acc)[2][96], ring_position<SLOTS> &ring, const
 
 // columns: from the tile's first one to the end of the chunk.
 template <typename T, operand_order WEIGHTS>
-SMOE_DEVICE void multiply_columns(int columns, float (&acc)[2][96], ring_position<SLOTS> &ring,
-                                  const shared_layout &shared, int steps, int lane)
+MOE_DEVICE void multiply_columns(int columns, float (&acc)[2][96], ring_position<SLOTS> &ring,
+                                 const shared_layout &shared, int steps, int lane)
 {
     if (columns > 128)
         multiply<T, WEIGHTS, 192>(acc, ring, shared, steps, lane);
@@ -155,8 +155,8 @@ SMOE_DEVICE void multiply_columns(int columns, float (&acc)[2][96], ring_positio
 // Writes one subtile of 64 columns of both row blocks to buffer `subtile % BUFFERS`; then the leader stores
 // it by TMA.
 template <typename T, class P>
-SMOE_DEVICE void store_subtile(const float (&acc)[2][96], const P &p, uint32_t staging, int subtile,
-                               int consumer, moe_work tile, int column, int lane)
+MOE_DEVICE void store_subtile(const float (&acc)[2][96], const P &p, uint32_t staging, int subtile,
+                              int consumer, moe_work tile, int column, int lane)
 {
     using S = storage<T>;
     const bool leader = (threadIdx.x & 127) == 0;
@@ -168,13 +168,13 @@ SMOE_DEVICE void store_subtile(const float (&acc)[2][96], const P &p, uint32_t s
             wait_stores_read<BUFFERS - 1>();
     }
     named_barrier_sync(STAGING_BARRIER + consumer, 128);
-    const uint32_t to = buffer + (((threadIdx.x >> 5) & 3) * 16 + (lane & 15)) * SMOE_SUBTILE_ROW_BYTES;
+    const uint32_t to = buffer + (((threadIdx.x >> 5) & 3) * 16 + (lane & 15)) * MOE_SUBTILE_ROW_BYTES;
 #pragma unroll
     for (int m = 0; m < 2; m++)
 #pragma unroll
         for (int q = 0; q < 4; q++) {
             const float *v = &acc[m][(subtile * 8 + q * 2) * 4];
-            store_matrices(to + m * SMOE_SUBTILE_BYTES + (((q * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
+            store_matrices(to + m * MOE_SUBTILE_BYTES + (((q * 2 + (lane >> 4)) ^ (lane & 7)) << 4),
                            S::pack(v[0], v[1]), S::pack(v[2], v[3]), S::pack(v[4], v[5]),
                            S::pack(v[6], v[7]));
         }
@@ -183,14 +183,14 @@ SMOE_DEVICE void store_subtile(const float (&acc)[2][96], const P &p, uint32_t s
     if (leader) {
         store_box(&p.y, buffer, column, tile.row);
         if (moe_work_blocks(tile) > 1)
-            store_box(&p.y, buffer + SMOE_SUBTILE_BYTES, column, tile.row + SMOE_BLOCK_ROWS);
+            store_box(&p.y, buffer + MOE_SUBTILE_BYTES, column, tile.row + MOE_BLOCK_ROWS);
         commit_stores();
     }
 }
 
 template <typename T, class P>
-SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, int units, int column_tiles,
-                                int steps, int consumer, int lane)
+MOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, int units, int column_tiles,
+                               int steps, int consumer, int lane)
 {
     ring_position<SLOTS> ring(0);
     float acc[2][96];
@@ -210,7 +210,7 @@ SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, int uni
         ring.advance(steps); // a tile of the other consumer
 #pragma unroll
         for (int subtile = 0; subtile < SUBTILES; subtile++) {
-            const int column = tile.column + subtile * SMOE_SUBTILE_COLUMNS;
+            const int column = tile.column + subtile * MOE_SUBTILE_COLUMNS;
             if (column < p.columns)
                 store_subtile<T>(acc, p, shared.staging(consumer), subtile, consumer, tile.work, column,
                                  lane);

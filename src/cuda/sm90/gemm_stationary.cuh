@@ -40,8 +40,8 @@ enum {
     MOST_SLICES = 4, // places for slices of weights
     SLICE_BYTES = TILE_COLUMNS * STEP * 2,
     SLOTS = 8, // of A: 64 rows x 64
-    SLOT_BYTES = SMOE_SUBTILE_BYTES,
-    BUFFER_BYTES = 2 * SMOE_SUBTILE_BYTES, // staging of a consumer: 64 rows x 128 columns
+    SLOT_BYTES = MOE_SUBTILE_BYTES,
+    BUFFER_BYTES = 2 * MOE_SUBTILE_BYTES, // staging of a consumer: 64 rows x 128 columns
     RING = MOST_SLICES * SLICE_BYTES,
     STAGING = RING + SLOTS * SLOT_BYTES,
     BARRIERS = STAGING + 2 * BUFFER_BYTES,
@@ -60,39 +60,39 @@ static_assert(4 * (MOST_PIECES + 1) <= MOST_SLICES * SLICE_BYTES,
 
 struct shared_layout {
     uint32_t base;
-    SMOE_DEVICE uint32_t slice(int j) const
+    MOE_DEVICE uint32_t slice(int j) const
     {
         return base + j * SLICE_BYTES;
     }
-    SMOE_DEVICE uint32_t slot(uint32_t s) const
+    MOE_DEVICE uint32_t slot(uint32_t s) const
     {
         return base + RING + s * SLOT_BYTES;
     }
-    SMOE_DEVICE uint32_t buffer(int consumer) const
+    MOE_DEVICE uint32_t buffer(int consumer) const
     {
         return base + STAGING + consumer * BUFFER_BYTES;
     }
-    SMOE_DEVICE uint32_t full(uint32_t s) const
+    MOE_DEVICE uint32_t full(uint32_t s) const
     {
         return base + BARRIERS + 8 * s;
     }
-    SMOE_DEVICE uint32_t empty(uint32_t s) const
+    MOE_DEVICE uint32_t empty(uint32_t s) const
     {
         return base + BARRIERS + 8 * (SLOTS + s);
     }
-    SMOE_DEVICE uint32_t slice_full(int j) const
+    MOE_DEVICE uint32_t slice_full(int j) const
     {
         return base + BARRIERS + 8 * (2 * SLOTS + j);
     }
-    SMOE_DEVICE uint32_t slice_empty(int j) const
+    MOE_DEVICE uint32_t slice_empty(int j) const
     {
         return base + BARRIERS + 8 * (2 * SLOTS + MOST_SLICES + j);
     }
-    SMOE_DEVICE uint32_t buffer_full(int consumer) const
+    MOE_DEVICE uint32_t buffer_full(int consumer) const
     {
         return base + BARRIERS + 8 * (2 * SLOTS + 2 * MOST_SLICES + consumer);
     }
-    SMOE_DEVICE uint32_t buffer_empty(int consumer) const
+    MOE_DEVICE uint32_t buffer_empty(int consumer) const
     {
         return base + BARRIERS + 8 * (2 * SLOTS + 2 * MOST_SLICES + 2 + consumer);
     }
@@ -102,7 +102,7 @@ template <class P> struct unit_list {
     const P &p;
     int column_tiles;
     int waves; // number of whole units of every CTA
-    SMOE_DEVICE moe_work piece(int unit) const
+    MOE_DEVICE moe_work piece(int unit) const
     {
         return operands<P>::piece(p, unit / column_tiles);
     }
@@ -119,7 +119,7 @@ static_assert(sizeof(cta_shares) <= SHARED_BYTES - SHARES, "shared memory");
 
 // before[i] = the blocks of the pieces before piece i, for i <= pieces. Every piece has blocks (the
 // backward's that have none are not counted in counts[1]). Called by all threads of the CTA.
-template <class P> SMOE_DEVICE void sum_pieces(const P &p, int pieces, int *before, uint32_t *memory)
+template <class P> MOE_DEVICE void sum_pieces(const P &p, int pieces, int *before, uint32_t *memory)
 {
     int done = 0;
     if (threadIdx.x == 0) before[0] = 0;
@@ -135,7 +135,7 @@ template <class P> SMOE_DEVICE void sum_pieces(const P &p, int pieces, int *befo
 
 // The CTA's whole units and its share of the rest. Called by all threads of the CTA. Thread c computes how
 // many whole units CTA c could have and how many blocks it then lacks.
-SMOE_DEVICE moe_share share_units(const moe_stationary_units &units, int *waves, cta_shares *shared)
+MOE_DEVICE moe_share share_units(const moe_stationary_units &units, int *waves, cta_shares *shared)
 {
     const int c = threadIdx.x;
     const int most = units.pieces * units.column_tiles / units.ctas;
@@ -168,9 +168,9 @@ SMOE_DEVICE moe_share share_units(const moe_stationary_units &units, int *waves,
 // One item of the CTA's work. Producers and consumers go through the same items in the same order.
 struct item {
     int row, blocks, column, expert;
-    SMOE_DEVICE moe_work block(int i) const
+    MOE_DEVICE moe_work block(int i) const
     {
-        return moe_work_make(row + i * SMOE_BLOCK_ROWS, expert, 1);
+        return moe_work_make(row + i * MOE_BLOCK_ROWS, expert, 1);
     }
 };
 
@@ -178,10 +178,10 @@ template <class P> struct item_walk {
     const unit_list<P> &list;
     moe_share rest;
     int wave = 0;
-    SMOE_DEVICE item_walk(const unit_list<P> &l, const moe_share &r) : list(l), rest(r)
+    MOE_DEVICE item_walk(const unit_list<P> &l, const moe_share &r) : list(l), rest(r)
     {
     }
-    SMOE_DEVICE bool next(item &it)
+    MOE_DEVICE bool next(item &it)
     {
         const bool whole = wave < list.waves;
         if (!whole && rest.length == 0) return false;
@@ -195,7 +195,7 @@ template <class P> struct item_walk {
             blocks = min(blocks - first, rest.length);
             rest = {rest.unit + 1, 0, rest.length - blocks};
         }
-        it = {piece.row + first * SMOE_BLOCK_ROWS, blocks, unit % list.column_tiles * TILE_COLUMNS,
+        it = {piece.row + first * MOE_BLOCK_ROWS, blocks, unit % list.column_tiles * TILE_COLUMNS,
               moe_work_expert(piece)};
         return true;
     }
@@ -207,7 +207,7 @@ template <int SLICES> struct slice_set {
     static_assert(MOST_SLICES % SLICES == 0, "a set does not wrap around");
     int first;
     uint32_t phase; // in which the slices become full
-    SMOE_DEVICE explicit slice_set(uint32_t count) : first(count % SETS * SLICES), phase(count / SETS & 1)
+    MOE_DEVICE explicit slice_set(uint32_t count) : first(count % SETS * SLICES), phase(count / SETS & 1)
     {
     }
 };
@@ -215,7 +215,7 @@ template <int SLICES> struct slice_set {
 // ---- Producers, one thread each
 
 template <int SLICES, class P>
-SMOE_DEVICE void load_rows(const P &p, item_walk<P> walk, const shared_layout &shared)
+MOE_DEVICE void load_rows(const P &p, item_walk<P> walk, const shared_layout &shared)
 {
     ring_position<SLOTS> ring(1);
     operands<P>::prefetch(p);
@@ -232,7 +232,7 @@ SMOE_DEVICE void load_rows(const P &p, item_walk<P> walk, const shared_layout &s
 
 // Slice by slice, each when its last readers have finished with it.
 template <int SLICES, class P>
-SMOE_DEVICE void load_weights(const P &p, item_walk<P> walk, const shared_layout &shared)
+MOE_DEVICE void load_weights(const P &p, item_walk<P> walk, const shared_layout &shared)
 {
     uint32_t count = 0;
     for (item it; walk.next(it); count++) {
@@ -257,32 +257,32 @@ template <int SLICES> struct stored_box {
 };
 
 // Byte of staging where vector `vector` (0..7) of a row of subtile `subtile` is.
-template <int SLICES> SMOE_DEVICE uint32_t staged_offset(uint32_t row, uint32_t subtile, uint32_t vector)
+template <int SLICES> MOE_DEVICE uint32_t staged_offset(uint32_t row, uint32_t subtile, uint32_t vector)
 {
     return stored_box<SLICES>::SUBTILES == 2 ? moe_subtile_offset(2 * row + subtile, vector)
-                                             : subtile * SMOE_SUBTILE_BYTES + moe_subtile_offset(row, vector);
+                                             : subtile * MOE_SUBTILE_BYTES + moe_subtile_offset(row, vector);
 }
 
-template <int SLICES, class P> SMOE_DEVICE void store_half(const P &p, uint32_t buffer, int column, int row)
+template <int SLICES, class P> MOE_DEVICE void store_half(const P &p, uint32_t buffer, int column, int row)
 {
     using box = stored_box<SLICES>;
-    for (int i = 0; i < SMOE_BLOCK_ROWS; i += box::ROWS)
+    for (int i = 0; i < MOE_BLOCK_ROWS; i += box::ROWS)
         for (int subtile = 0; subtile < 2; subtile += box::SUBTILES)
-            if (column + subtile * SMOE_SUBTILE_COLUMNS < p.columns)
+            if (column + subtile * MOE_SUBTILE_COLUMNS < p.columns)
                 store_box_evict_first(&p.y, buffer + staged_offset<SLICES>(i, subtile, 0), 0,
-                                      column / SMOE_SUBTILE_COLUMNS + subtile, row + i);
+                                      column / MOE_SUBTILE_COLUMNS + subtile, row + i);
 }
 
 // `done` is the number of blocks of all items so far. Consumer (done + block) % 2 has block `block`.
 template <int SLICES, class P>
-SMOE_DEVICE void store_blocks(const P &p, item_walk<P> walk, const shared_layout &shared, int consumer)
+MOE_DEVICE void store_blocks(const P &p, item_walk<P> walk, const shared_layout &shared, int consumer)
 {
     uint32_t done = 0, count = 0;
     for (item it; walk.next(it); done += it.blocks)
         for (int block = (consumer - done) & 1; block < it.blocks; block += 2)
             for (int half = 0; half < 2; half++, count++) {
                 const uint32_t buffer = shared.buffer(consumer);
-                const int column = it.column + half * 128, row = it.row + block * SMOE_BLOCK_ROWS;
+                const int column = it.column + half * 128, row = it.row + block * MOE_BLOCK_ROWS;
                 barrier_wait(shared.buffer_full(consumer), count & 1);
                 store_half<SLICES>(p, buffer, column, row);
                 commit_stores();
@@ -296,8 +296,8 @@ SMOE_DEVICE void store_blocks(const P &p, item_walk<P> walk, const shared_layout
 enum { TURN_BARRIER = 4 };
 
 template <typename T, operand_order WEIGHTS, int SLICES>
-SMOE_DEVICE void multiply_block(float (&acc)[128], ring_position<SLOTS> ring, const shared_layout &shared,
-                                int consumer, bool first, bool last, slice_set<SLICES> weights, int lane)
+MOE_DEVICE void multiply_block(float (&acc)[128], ring_position<SLOTS> ring, const shared_layout &shared,
+                               int consumer, bool first, bool last, slice_set<SLICES> weights, int lane)
 {
     uint32_t previous = 0;
     named_barrier_sync(TURN_BARRIER + consumer, 256);
@@ -334,8 +334,8 @@ SMOE_DEVICE void multiply_block(float (&acc)[128], ring_position<SLOTS> ring, co
 }
 
 template <typename T, int SLICES>
-SMOE_DEVICE void write_half(const float *acc, const shared_layout &shared, int consumer, uint32_t count,
-                            int lane)
+MOE_DEVICE void write_half(const float *acc, const shared_layout &shared, int consumer, uint32_t count,
+                           int lane)
 {
     using S = storage<T>;
     barrier_wait(shared.buffer_empty(consumer), (count & 1) ^ 1);
@@ -353,7 +353,7 @@ SMOE_DEVICE void write_half(const float *acc, const shared_layout &shared, int c
 }
 
 template <typename T, int SLICES, class P>
-SMOE_DEVICE void multiply_blocks(item_walk<P> walk, const shared_layout &shared, int consumer, int lane)
+MOE_DEVICE void multiply_blocks(item_walk<P> walk, const shared_layout &shared, int consumer, int lane)
 {
     float acc[128];
     uint32_t done = 0, count = 0, items = 0;

@@ -20,7 +20,7 @@ enum { BARRIERS = STAGING_END, FEED = BARRIERS + BARRIER_BYTES, SHARED_BYTES = F
 static_assert(FEED % 16 == 0, "items are 16 bytes");
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 
-template <class P> SMOE_DEVICE void load_tiles(const P &p, const shared_layout &shared, feed items, int steps)
+template <class P> MOE_DEVICE void load_tiles(const P &p, const shared_layout &shared, feed items, int steps)
 {
     ring_position<SLOTS> ring(1);
     const int ask_at = items.asks_at();
@@ -43,8 +43,8 @@ template <class P> SMOE_DEVICE void load_tiles(const P &p, const shared_layout &
 }
 
 template <class P>
-SMOE_DEVICE void store_tiles(const P &p, const work_queue &queue, const shared_layout &shared, feed items,
-                             int consumer)
+MOE_DEVICE void store_tiles(const P &p, const work_queue &queue, const shared_layout &shared, feed items,
+                            int consumer)
 {
     uint32_t count = 0;
     if (consumer == 0) items.begin(queue);
@@ -55,13 +55,13 @@ SMOE_DEVICE void store_tiles(const P &p, const work_queue &queue, const shared_l
         const moe_work tile = item.tile;
         if (consumer >= moe_work_blocks(tile)) continue;
         if (consumer == 0) items.claim(t, queue);
-        const int row = tile.row + consumer * SMOE_BLOCK_ROWS;
+        const int row = tile.row + consumer * MOE_BLOCK_ROWS;
         for (int half = 0; half < 2; half++) {
             const uint32_t buffer = consumer * 2 + half, subtile = shared.buffer(buffer);
             const int column = item.column * TILE_COLUMNS + half * 128;
             barrier_wait(shared.buffer_full(buffer), count & 1);
             if (column < p.columns) store_box(&p.y, subtile, column, row);
-            if (column + 64 < p.columns) store_box(&p.y, subtile + SMOE_SUBTILE_BYTES, column + 64, row);
+            if (column + 64 < p.columns) store_box(&p.y, subtile + MOE_SUBTILE_BYTES, column + 64, row);
             commit_stores();
             wait_stores_read<0>();
             barrier_arrive(shared.buffer_empty(buffer));
@@ -74,7 +74,7 @@ SMOE_DEVICE void store_tiles(const P &p, const work_queue &queue, const shared_l
 
 // Adds b2 to one half of the accumulators; `column` is its first column in the chunk.
 template <typename T, class P>
-SMOE_DEVICE void add_bias(float *acc, const P &p, int expert, int column, int lane)
+MOE_DEVICE void add_bias(float *acc, const P &p, int expert, int column, int lane)
 {
     const T *bias = (const T *)p.bias + (int64_t)expert * p.hidden + p.first_column;
 #pragma unroll
@@ -91,8 +91,8 @@ SMOE_DEVICE void add_bias(float *acc, const P &p, int expert, int column, int la
 }
 
 template <typename T, class P>
-SMOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, feed items, int steps, int consumer,
-                                int lane)
+MOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, feed items, int steps, int consumer,
+                               int lane)
 {
     ring_position<SLOTS> ring(0);
     const release_slot done = {shared, lane};

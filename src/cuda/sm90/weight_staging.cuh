@@ -19,14 +19,14 @@ template <typename G> struct output {
         ROUNDS = sizeof(G) / 2, // how often a buffer is filled for one tile
         PARTS = 2 * ROUNDS,
         PART_FEATURES = TILE_COLUMNS / PARTS,
-        SUBTILE_ELEMENTS = SMOE_SUBTILE_ROW_BYTES / sizeof(G)
+        SUBTILE_ELEMENTS = MOE_SUBTILE_ROW_BYTES / sizeof(G)
     };
-    static SMOE_DEVICE uint32_t buffer(int consumer, int part)
+    static MOE_DEVICE uint32_t buffer(int consumer, int part)
     {
         return consumer * 2 + (part & 1);
     }
     // Parity of a buffer's phase at the consumer's `count`-th tile.
-    static SMOE_DEVICE uint32_t parity(uint32_t count, int part)
+    static MOE_DEVICE uint32_t parity(uint32_t count, int part)
     {
         return (count * ROUNDS + (part >> 1)) & 1;
     }
@@ -34,7 +34,7 @@ template <typename G> struct output {
 
 // acc: the part's accumulators, octets of features.
 template <typename T>
-SMOE_DEVICE void write_part(const float *acc, uint32_t buffer, int warp, int lane, bool transposed, T)
+MOE_DEVICE void write_part(const float *acc, uint32_t buffer, int warp, int lane, bool transposed, T)
 {
     using S = storage<T>;
 #pragma unroll
@@ -49,7 +49,7 @@ SMOE_DEVICE void write_part(const float *acc, uint32_t buffer, int warp, int lan
     }
 }
 
-SMOE_DEVICE void write_part(const float *acc, uint32_t buffer, int warp, int lane, bool transposed, float)
+MOE_DEVICE void write_part(const float *acc, uint32_t buffer, int warp, int lane, bool transposed, float)
 {
     const uint32_t row = warp * 16 + (lane >> 2), pair = (lane & 3) * 2;
     uint32_t to[4]; // of the first octet
@@ -62,7 +62,7 @@ SMOE_DEVICE void write_part(const float *acc, uint32_t buffer, int warp, int lan
     for (int i = 0; i < 32; i++) {
         const int octet = i >> 2;
         if (transposed)
-            store_shared_float(to[i & 3] + octet * 8 * SMOE_SUBTILE_ROW_BYTES, acc[i]);
+            store_shared_float(to[i & 3] + octet * 8 * MOE_SUBTILE_ROW_BYTES, acc[i]);
         else if (i % 2 == 0)
             store_shared_floats(buffer + moe_part_f32(row + (i >> 1 & 1) * 8, octet * 8 + pair), acc[i],
                                 acc[i + 1]);
@@ -71,7 +71,7 @@ SMOE_DEVICE void write_part(const float *acc, uint32_t buffer, int warp, int lan
 
 // Adds to the accumulators the old values that the stores of write_part will overwrite.
 template <typename T>
-SMOE_DEVICE void add_old(float *acc, uint32_t buffer, int warp, int lane, bool transposed)
+MOE_DEVICE void add_old(float *acc, uint32_t buffer, int warp, int lane, bool transposed)
 {
 #pragma unroll
     for (int q = 0; q < 8; q++) {
@@ -89,8 +89,8 @@ SMOE_DEVICE void add_old(float *acc, uint32_t buffer, int warp, int lane, bool t
 }
 
 template <typename G, bool MERGES>
-SMOE_DEVICE void write_tile(float (&acc)[128], const shared_layout &shared, int consumer, uint32_t count,
-                            int lane, bool transposed)
+MOE_DEVICE void write_tile(float (&acc)[128], const shared_layout &shared, int consumer, uint32_t count,
+                           int lane, bool transposed)
 {
     using O = output<G>;
     const int warp = (threadIdx.x >> 5) & 3;

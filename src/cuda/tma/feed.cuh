@@ -19,7 +19,7 @@ namespace moe
 struct work_item {
     moe_work tile; // without blocks: there is no more work
     int column;    // tile
-    SMOE_DEVICE bool exists() const
+    MOE_DEVICE bool exists() const
     {
         return moe_work_blocks(tile) != 0;
     }
@@ -32,25 +32,25 @@ struct work_queue {
     int block_stride;
     int *turn; // see unit_ring.cuh
     template <class P>
-    SMOE_DEVICE work_queue(const P &p, int column_tiles)
+    MOE_DEVICE work_queue(const P &p, int column_tiles)
         : walk(p.lists.tiles, p.lists.counts, column_tiles), block_offsets(p.block_offsets),
           block_stride(p.block_stride), turn(p.lists.turn)
     {
     }
-    SMOE_DEVICE work_item item(int unit) const
+    MOE_DEVICE work_item item(int unit) const
     {
         if (unit >= walk.units) return {{0, 0}, 0};
         const moe_work tile = walk.tile(unit);
-        if (walk.column_tiles <= SMOE_MOST_COLUMNS_FIRST || !block_offsets) return {tile, walk.column(unit)};
+        if (walk.column_tiles <= MOE_MOST_COLUMNS_FIRST || !block_offsets) return {tile, walk.column(unit)};
         const int expert = moe_work_expert(tile), first = __ldg(block_offsets + expert * block_stride);
         const int blocks = __ldg(block_offsets + expert * block_stride + 1) - first;
-        const int before = (tile.row / SMOE_BLOCK_ROWS - first) / SMOE_TILE_BLOCKS; // row tiles of the expert
+        const int before = (tile.row / MOE_BLOCK_ROWS - first) / MOE_TILE_BLOCKS; // row tiles of the expert
         const moe_place place =
             moe_place_of(before * walk.column_tiles + walk.column(unit),
-                         (blocks + SMOE_TILE_BLOCKS - 1) / SMOE_TILE_BLOCKS, walk.column_tiles);
-        const int block = place.row_tile * SMOE_TILE_BLOCKS;
-        return {moe_work_make((first + block) * SMOE_BLOCK_ROWS, expert,
-                              min((int)SMOE_TILE_BLOCKS, blocks - block)),
+                         (blocks + MOE_TILE_BLOCKS - 1) / MOE_TILE_BLOCKS, walk.column_tiles);
+        const int block = place.row_tile * MOE_TILE_BLOCKS;
+        return {moe_work_make((first + block) * MOE_BLOCK_ROWS, expert,
+                              min((int)MOE_TILE_BLOCKS, blocks - block)),
                 place.column_tile};
     }
 };
@@ -71,45 +71,45 @@ struct feed {
                   "asked, then read");
     unit_ring<ITEMS, 1> ring;
     int steps; // of a tile
-    SMOE_DEVICE bool asks() const
+    MOE_DEVICE bool asks() const
     {
         return steps >= MANY_STEPS;
     }
-    SMOE_DEVICE int lead() const
+    MOE_DEVICE int lead() const
     {
         return asks() ? 1 : FEW_LEAD;
     }
-    SMOE_DEVICE uint32_t asked() const
+    MOE_DEVICE uint32_t asked() const
     {
         return ring.at + ring.BYTES;
     }
-    SMOE_DEVICE void init() const
+    MOE_DEVICE void init() const
     {
         barrier_init(asked(), 1);
         ring.init();
     }
-    SMOE_DEVICE work_item read(int i) const
+    MOE_DEVICE work_item read(int i) const
     {
         const uint4 v = load_shared16(ring.wait_known(i));
         return {{(int)v.x, (int)v.y}, (int)v.z};
     }
-    SMOE_DEVICE void publish(int i, work_item item) const
+    MOE_DEVICE void publish(int i, work_item item) const
     {
         store_shared16(ring.wait_free(i),
                        {(uint32_t)item.tile.row, (uint32_t)item.tile.what, (uint32_t)item.column, 0});
         barrier_arrive(ring.known(i));
     }
     // The step of a tile at which a loader arrives at asked(), or -1.
-    SMOE_DEVICE int asks_at() const
+    MOE_DEVICE int asks_at() const
     {
         return asks() ? steps - ASK_BEFORE : -1;
     }
     // The claiming thread before its first tile, and when it comes to tile i.
-    SMOE_DEVICE void begin(const work_queue &queue) const
+    MOE_DEVICE void begin(const work_queue &queue) const
     {
         for (int i = 0; i < lead(); i++) publish(i, queue.item(blockIdx.x + i * gridDim.x));
     }
-    SMOE_DEVICE void claim(int i, const work_queue &queue) const
+    MOE_DEVICE void claim(int i, const work_queue &queue) const
     {
         if (asks()) barrier_wait(asked(), i & 1);
         publish(i + lead(), queue.item(claim_unit(queue.turn, lead())));

@@ -9,17 +9,17 @@ namespace moe
 // its first round finds every slot free.
 template <int SLOTS> struct ring_position {
     uint32_t slot = 0, phase;
-    SMOE_DEVICE explicit ring_position(uint32_t first_phase) : phase(first_phase)
+    MOE_DEVICE explicit ring_position(uint32_t first_phase) : phase(first_phase)
     {
     }
-    SMOE_DEVICE void advance()
+    MOE_DEVICE void advance()
     {
         if (++slot == SLOTS) {
             slot = 0;
             phase ^= 1;
         }
     }
-    SMOE_DEVICE void advance(uint32_t steps)
+    MOE_DEVICE void advance(uint32_t steps)
     {
         const uint32_t position = slot + steps;
         phase ^= (position / SLOTS) & 1;

@@ -11,19 +11,19 @@ namespace moe
 // True in one lane of the warp, always the same one. All 32 lanes must call it. Unlike `lane == 0` it tells
 // nvcc that one lane runs what follows, so the operands of copies are computed in uniform registers: a copy
 // in a loop takes 4 instructions instead of 10.
-SMOE_DEVICE bool elect_lane()
+MOE_DEVICE bool elect_lane()
 {
     uint32_t elected;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
     return elected != 0;
 }
 
-SMOE_DEVICE void prefetch_map(const CUtensorMap *map)
+MOE_DEVICE void prefetch_map(const CUtensorMap *map)
 {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y)
+MOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y)
 {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4}], [%2];" ::"r"(to),
@@ -31,7 +31,7 @@ SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                  : "memory");
 }
 
-SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z)
+MOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z)
 {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
@@ -39,7 +39,7 @@ SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                  : "memory");
 }
 
-SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z, int u)
+MOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z, int u)
 {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
@@ -47,8 +47,8 @@ SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                  : "memory");
 }
 
-SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z, int u,
-                          int v)
+MOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, int x, int y, int z, int u,
+                         int v)
 {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
@@ -56,7 +56,7 @@ SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                  : "memory");
 }
 
-SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y)
+MOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y)
 {
     asm volatile(
         "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
@@ -64,7 +64,7 @@ SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y)
         : "memory");
 }
 
-SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y, int z)
+MOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y, int z)
 {
     asm volatile(
         "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
@@ -73,7 +73,7 @@ SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y, 
 }
 
 // As store_box, but L2 evicts these lines first. For a result larger than L2 that only a later kernel reads.
-SMOE_DEVICE void store_box_evict_first(const CUtensorMap *map, uint32_t from, int x, int y, int z)
+MOE_DEVICE void store_box_evict_first(const CUtensorMap *map, uint32_t from, int x, int y, int z)
 {
     const uint64_t evict_first = 0x12F0000000000000; // what createpolicy.fractional.L2::evict_first returns
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint "
@@ -82,7 +82,7 @@ SMOE_DEVICE void store_box_evict_first(const CUtensorMap *map, uint32_t from, in
                  : "memory");
 }
 
-SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y, int z, int u)
+MOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y, int z, int u)
 {
     asm volatile(
         "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
@@ -91,7 +91,7 @@ SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, int x, int y, 
 }
 
 // Adds the box to what is there.
-SMOE_DEVICE void add_box(const CUtensorMap *map, uint32_t from, int x, int y, int z, int u)
+MOE_DEVICE void add_box(const CUtensorMap *map, uint32_t from, int x, int y, int z, int u)
 {
     asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, "
                  "%5}], [%1];" ::"l"(map),
@@ -100,7 +100,7 @@ SMOE_DEVICE void add_box(const CUtensorMap *map, uint32_t from, int x, int y, in
 }
 
 // Addresses and bytes: multiples of 16.
-SMOE_DEVICE void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
+MOE_DEVICE void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
 {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -108,19 +108,19 @@ SMOE_DEVICE void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint3
         : "memory");
 }
 
-SMOE_DEVICE void commit_stores()
+MOE_DEVICE void commit_stores()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
 // All but the newest PENDING groups have been read out of shared memory.
-template <int PENDING> SMOE_DEVICE void wait_stores_read()
+template <int PENDING> MOE_DEVICE void wait_stores_read()
 {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 // Waits until all stores of this thread are in global memory; called before the thread ends.
-SMOE_DEVICE void wait_stores_done()
+MOE_DEVICE void wait_stores_done()
 {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

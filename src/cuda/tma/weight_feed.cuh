@@ -21,11 +21,11 @@ struct weight_unit {
     moe_piece piece;
     int tile;     // of the expert's matrix; -1: there is no more work
     moe_place at; // the tile's
-    SMOE_DEVICE bool exists() const
+    MOE_DEVICE bool exists() const
     {
         return tile >= 0;
     }
-    SMOE_DEVICE int steps() const // of 64 rows
+    MOE_DEVICE int steps() const // of 64 rows
     {
         return piece.blocks;
     }
@@ -37,7 +37,7 @@ struct weight_queue {
     int units;
     moe_weight_grid grid;
     int *turn; // see unit_ring.cuh
-    SMOE_DEVICE weight_unit unit(int number) const
+    MOE_DEVICE weight_unit unit(int number) const
     {
         const weight_unit none = {{0, 0, 0, -1}, -1, {0, 0}};
         if (number >= units) return none;
@@ -52,16 +52,16 @@ struct weight_feed {
     unit_ring<UNITS, 2> ring;
     // One barrier for each slot: with short units a loader can arrive for several units before the claiming
     // warp waits for the first of them.
-    SMOE_DEVICE uint32_t asked(int i) const
+    MOE_DEVICE uint32_t asked(int i) const
     {
         return ring.at + ring.BYTES + i % UNITS * 8;
     }
-    SMOE_DEVICE void init() const
+    MOE_DEVICE void init() const
     {
         ring.init();
         for (int i = 0; i < UNITS; i++) barrier_init(asked(i), 1);
     }
-    SMOE_DEVICE weight_unit read(int i) const
+    MOE_DEVICE weight_unit read(int i) const
     {
         const uint32_t from = ring.wait_known(i);
         const uint4 piece = load_shared16(from), tile = load_shared16(from + 16);
@@ -69,7 +69,7 @@ struct weight_feed {
                 (int)tile.x,
                 {(int)tile.y, (int)tile.z}};
     }
-    SMOE_DEVICE void publish(int i, const weight_unit &unit) const
+    MOE_DEVICE void publish(int i, const weight_unit &unit) const
     {
         const uint32_t to = ring.wait_free(i);
         const moe_piece &p = unit.piece;
@@ -79,7 +79,7 @@ struct weight_feed {
         barrier_arrive(ring.known(i));
     }
     // The step of a unit at which a loader arrives at asked().
-    static SMOE_DEVICE int asks_at(int steps)
+    static MOE_DEVICE int asks_at(int steps)
     {
         return max(steps - AHEAD, 0);
     }
@@ -95,21 +95,21 @@ struct weight_claims {
     int published = 0;
     int steps = 0; // of the published units after the last unit that claim_after was called with
     bool ended = false;
-    SMOE_DEVICE weight_claims(weight_feed f, const weight_queue &q) : feed(f), queue(q)
+    MOE_DEVICE weight_claims(weight_feed f, const weight_queue &q) : feed(f), queue(q)
     {
     }
-    SMOE_DEVICE void begin()
+    MOE_DEVICE void begin()
     {
         add(queue.unit(blockIdx.x));
     }
-    SMOE_DEVICE void add(const weight_unit &unit)
+    MOE_DEVICE void add(const weight_unit &unit)
     {
         feed.publish(published++, unit);
         ended = !unit.exists();
         if (!ended) steps += unit.steps();
     }
     // Claims units after unit i, which is `unit`.
-    SMOE_DEVICE void claim_after(int i, const weight_unit &unit)
+    MOE_DEVICE void claim_after(int i, const weight_unit &unit)
     {
         steps -= unit.steps();
         barrier_wait(feed.asked(i), i / feed.UNITS & 1);

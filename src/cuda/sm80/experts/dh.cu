@@ -48,9 +48,9 @@ static_assert((int)TILE_COLUMNS == (int)MOE_SM80_DS_COLUMNS,
 
 // Two elements of dH and A', and their part of dS.
 template <typename T, int KIND>
-SMOE_DEVICE void differentiate_two(uint32_t g, uint32_t u, const moe_gate_values &values, float low,
-                                   float high, float weight, float &ds, uint32_t &gate, uint32_t &up,
-                                   uint32_t &scaled)
+MOE_DEVICE void differentiate_two(uint32_t g, uint32_t u, const moe_gate_values &values, float low,
+                                  float high, float weight, float &ds, uint32_t &gate, uint32_t &up,
+                                  uint32_t &scaled)
 {
     using S = storage<T>;
     const gradient a = differentiate<T, KIND>(S::low(g), S::low(u), values, low, weight, weight, ds);
@@ -66,11 +66,11 @@ template <typename T, int KIND> struct dh_vector {
     const moe_dh &p;
     int row, column;
 
-    SMOE_DEVICE int64_t in_h() const
+    MOE_DEVICE int64_t in_h() const
     {
         return (int64_t)row * ((int)p.intermediate * (GATED ? 2 : 1)) + column;
     }
-    SMOE_DEVICE void read(uint4 &gate, uint4 &up, bool wanted) const
+    MOE_DEVICE void read(uint4 &gate, uint4 &up, bool wanted) const
     {
         const T *at = (const T *)p.h + in_h();
         wanted = wanted && column < p.intermediate;
@@ -78,8 +78,8 @@ template <typename T, int KIND> struct dh_vector {
         if (GATED) up = load_global16_if(wanted, at + p.intermediate);
     }
     // dA' of the vector's columns is in `left` and `right` by turns. Returns the lane's part of dS.
-    SMOE_DEVICE float write(uint4 g, uint4 u, const moe_gate_values &values, const float (&left)[4],
-                            const float (&right)[4], float weight) const
+    MOE_DEVICE float write(uint4 g, uint4 u, const moe_gate_values &values, const float (&left)[4],
+                           const float (&right)[4], float weight) const
     {
         const bool exists = column < p.intermediate;
         uint4 gate, up, scaled;
@@ -98,8 +98,8 @@ template <typename T, int KIND> struct dh_vector {
 
 // Writes the warp's part of dH and A', and leaves its sums of the rows at `sums`.
 template <typename T, int KIND>
-SMOE_DEVICE void differentiate_tile(const moe_dh &p, warp_sums &c, int row, int column, uint32_t sums,
-                                    int lane)
+MOE_DEVICE void differentiate_tile(const moe_dh &p, warp_sums &c, int row, int column, uint32_t sums,
+                                   int lane)
 {
     // An activation with values of the layer leaves no registers for reading ahead.
     constexpr bool AHEAD = !__is_base_of(clamped_shape<T>, activation<T, KIND>) &&
@@ -156,28 +156,28 @@ template <typename T, int KIND, bool LORA> struct dh_gemm {
     uint32_t real;  // it exists
     tile_place at;  // LORA: where the copies are
 
-    SMOE_DEVICE dh_gemm(const moe_dh &dh, const char *memory)
+    MOE_DEVICE dh_gemm(const moe_dh &dh, const char *memory)
         : p(dh), list(dh.lists.tiles, dh.lists.counts, dh.intermediate, TILE_COLUMNS),
           sums(shared_address(memory) + ROW_SUMS)
     {
     }
-    SMOE_DEVICE int units() const
+    MOE_DEVICE int units() const
     {
         return list.units();
     }
-    SMOE_DEVICE tile_place place(int unit) const
+    MOE_DEVICE tile_place place(int unit) const
     {
         return list.place(unit);
     }
-    SMOE_DEVICE int steps_of_k() const
+    MOE_DEVICE int steps_of_k() const
     {
         return ((int)p.hidden + STEP - 1) / STEP;
     }
-    SMOE_DEVICE int steps(const tile_place &) const
+    MOE_DEVICE int steps(const tile_place &) const
     {
         return LORA ? steps_of_k() + low_steps(p.lora) : steps_of_k();
     }
-    SMOE_DEVICE void begin(const tile_place &at)
+    MOE_DEVICE void begin(const tile_place &at)
     {
         const int column = at.column_tile * TILE_COLUMNS + weights::column();
         if (LORA) this->at = at;
@@ -188,22 +188,22 @@ template <typename T, int KIND, bool LORA> struct dh_gemm {
     }
     // The tile's H goes to L2, 128 bytes for each request. The halves of a row are consecutive rows of n
     // columns.
-    SMOE_DEVICE void fetch_h(const tile_place &at) const
+    MOE_DEVICE void fetch_h(const tile_place &at) const
     {
         enum { LINE = 64, LINES = TILE_COLUMNS / LINE }; // elements; of a row of a half
         const int n = (int)p.intermediate, halves = p.gated ? 2 : 1;
         const int column = at.column_tile * TILE_COLUMNS + (int)threadIdx.x % LINES * LINE;
         if (column >= n) return;
-        for (int i = (int)threadIdx.x / LINES; i < at.blocks * SMOE_BLOCK_ROWS * halves; i += THREADS / LINES)
+        for (int i = (int)threadIdx.x / LINES; i < at.blocks * MOE_BLOCK_ROWS * halves; i += THREADS / LINES)
             prefetch_l2((const T *)p.h + ((int64_t)at.row * halves + i) * n + column);
     }
-    SMOE_DEVICE void copy_a(int step, uint32_t slot)
+    MOE_DEVICE void copy_a(int step, uint32_t slot)
     {
         if (LORA && step >= steps_of_k())
             return copy_low(slot, p.lora, at.row, at.blocks, step - steps_of_k());
         dout.copy(slot, p.dout, step, (uint32_t)p.hidden / 8);
     }
-    SMOE_DEVICE void copy_b(int step, uint32_t slot)
+    MOE_DEVICE void copy_b(int step, uint32_t slot)
     {
         if (LORA && step >= steps_of_k())
             return copy_low_factor(slot, p.lora, at.expert, p.intermediate,
@@ -216,23 +216,23 @@ template <typename T, int KIND, bool LORA> struct dh_gemm {
                               w2 + (uint64_t)(uint32_t)k * ((uint32_t)p.intermediate * 2));
         }
     }
-    SMOE_DEVICE bool active(const tile_place &at, int warp_row, int warp_column) const
+    MOE_DEVICE bool active(const tile_place &at, int warp_row, int warp_column) const
     {
         return at.has_block(warp_row) &&
                at.column_tile * TILE_COLUMNS + warp_column * WARP_TILE < p.intermediate;
     }
     // The parts of the warps that have columns.
-    SMOE_DEVICE void add_row_sums(const tile_place &at) const
+    MOE_DEVICE void add_row_sums(const tile_place &at) const
     {
         const int row = (int)threadIdx.x, left = (int)p.intermediate - at.column_tile * TILE_COLUMNS;
-        if (row >= at.blocks * SMOE_BLOCK_ROWS) return;
+        if (row >= at.blocks * MOE_BLOCK_ROWS) return;
         float ds = 0.0f;
         for (int w = 0; w < WARPS_ACROSS && w * WARP_TILE < left; w++)
             ds += load_shared_float(sums + (w * TILE_ROWS + row) * 4);
         p.ds[at.column_tile * p.padded_rows + at.row + row] = ds;
     }
-    SMOE_DEVICE void finish(const tile_place &at, warp_sums &c, bool active, int warp_row, int warp_column,
-                            int lane)
+    MOE_DEVICE void finish(const tile_place &at, warp_sums &c, bool active, int warp_row, int warp_column,
+                           int lane)
     {
         if (active) {
             const int row = at.row + warp_row * WARP_TILE;
@@ -257,10 +257,10 @@ __global__ void __launch_bounds__(THREADS, 1) dh(const __grid_constant__ moe_dh 
 template <typename T, bool LORA> auto kernel_of(smoe_activation kind)
 {
     switch (kind) {
-#define SMOE_KERNEL(enumerator, name, shape, curve)                                                          \
+#define MOE_KERNEL(enumerator, name, shape, curve)                                                           \
     case enumerator: return dh<T, enumerator, LORA>;
-        MOE_ACTIVATIONS(SMOE_KERNEL)
-#undef SMOE_KERNEL
+        MOE_ACTIVATIONS(MOE_KERNEL)
+#undef MOE_KERNEL
     }
     __builtin_unreachable(); // the host refuses other values
 }
@@ -275,13 +275,13 @@ extern "C" cudaError_t moe_sm80_dh_init(const moe_device *device)
     return for_every_type(storage_types(), [&](auto t) {
         using T = typename decltype(t)::type;
         cudaError_t status = cudaSuccess;
-#define SMOE_ALLOW(enumerator, name, shape, curve)                                                           \
+#define MOE_ALLOW(enumerator, name, shape, curve)                                                            \
     if (status == cudaSuccess)                                                                               \
         status = allow_shared(device, gemm_sync::dh<T, enumerator, false>, gemm_sync::DH_SHARED_BYTES);      \
     if (status == cudaSuccess)                                                                               \
         status = allow_shared(device, gemm_sync::dh<T, enumerator, true>, gemm_sync::DH_SHARED_BYTES);
-        MOE_ACTIVATIONS(SMOE_ALLOW)
-#undef SMOE_ALLOW
+        MOE_ACTIVATIONS(MOE_ALLOW)
+#undef MOE_ALLOW
         return status;
     });
 }

@@ -32,27 +32,27 @@ template <typename T, bool LORA> struct down_gemm {
     even_rows<TILE_COLUMNS> weights;
     tile_place at; // LORA: where the copies are
 
-    SMOE_DEVICE explicit down_gemm(const moe_down &down)
+    MOE_DEVICE explicit down_gemm(const moe_down &down)
         : p(down), list(down.lists.tiles, down.lists.counts, down.columns, TILE_COLUMNS)
     {
     }
-    SMOE_DEVICE int units() const
+    MOE_DEVICE int units() const
     {
         return list.units();
     }
-    SMOE_DEVICE tile_place place(int unit) const
+    MOE_DEVICE tile_place place(int unit) const
     {
         return list.place(unit);
     }
-    SMOE_DEVICE int steps_of_k() const
+    MOE_DEVICE int steps_of_k() const
     {
         return ((int)p.intermediate + STEP - 1) / STEP;
     }
-    SMOE_DEVICE int steps(const tile_place &) const
+    MOE_DEVICE int steps(const tile_place &) const
     {
         return LORA ? steps_of_k() + low_steps(p.lora) : steps_of_k();
     }
-    SMOE_DEVICE void begin(const tile_place &at)
+    MOE_DEVICE void begin(const tile_place &at)
     {
         using copier = k_major<TILE_COLUMNS>;
         if (LORA) this->at = at;
@@ -67,13 +67,13 @@ template <typename T, bool LORA> struct down_gemm {
         for (int i = 0; i < copier::COUNT; i++)
             weights.real |= (column + i * copier::APART < p.columns ? 1u : 0u) << i;
     }
-    SMOE_DEVICE void copy_a(int step, uint32_t slot)
+    MOE_DEVICE void copy_a(int step, uint32_t slot)
     {
         if (LORA && step >= steps_of_k())
             return copy_low(slot, p.lora, at.row, at.blocks, step - steps_of_k());
         rows.copy(slot, step, (uint32_t)p.intermediate / 8);
     }
-    SMOE_DEVICE void copy_b(int step, uint32_t slot)
+    MOE_DEVICE void copy_b(int step, uint32_t slot)
     {
         if (LORA && step >= steps_of_k()) {
             const int64_t row = at.expert * p.hidden + p.first_column + at.column_tile * TILE_COLUMNS;
@@ -82,12 +82,12 @@ template <typename T, bool LORA> struct down_gemm {
         }
         weights.copy(slot, step, (uint32_t)p.intermediate / 8);
     }
-    SMOE_DEVICE bool active(const tile_place &at, int warp_row, int warp_column) const
+    MOE_DEVICE bool active(const tile_place &at, int warp_row, int warp_column) const
     {
         return at.has_block(warp_row) && at.column_tile * TILE_COLUMNS + warp_column * WARP_TILE < p.columns;
     }
     // bias: of the warp's first column; `columns` of its columns exist
-    SMOE_DEVICE void add_bias(warp_sums &c, const T *bias, int columns, int lane) const
+    MOE_DEVICE void add_bias(warp_sums &c, const T *bias, int columns, int lane) const
     {
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -101,8 +101,8 @@ template <typename T, bool LORA> struct down_gemm {
             }
         }
     }
-    SMOE_DEVICE void finish(const tile_place &at, warp_sums &c, bool active, int warp_row, int warp_column,
-                            int lane)
+    MOE_DEVICE void finish(const tile_place &at, warp_sums &c, bool active, int warp_row, int warp_column,
+                           int lane)
     {
         if (!active) return;
         const int64_t row = at.row + warp_row * WARP_TILE;

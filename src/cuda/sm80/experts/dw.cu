@@ -60,23 +60,23 @@ template <bool TRANSPOSED> struct weight_list {
     const int rows, columns;
     const moe_weight_tiles tiles;
 
-    SMOE_DEVICE explicit weight_list(const moe_dw &dw)
+    MOE_DEVICE explicit weight_list(const moe_dw &dw)
         : p(dw), rows(TRANSPOSED ? dw.halves * (int)dw.intermediate : (int)dw.hidden),
           columns(TRANSPOSED ? (int)dw.hidden : (int)dw.intermediate),
           tiles(moe_weight_tiles_of(rows, columns))
     {
     }
-    SMOE_DEVICE int tiles_of_expert() const
+    MOE_DEVICE int tiles_of_expert() const
     {
         return tiles.down * tiles.across;
     }
-    SMOE_DEVICE weight_place tile_place(int tile) const
+    MOE_DEVICE weight_place tile_place(int tile) const
     {
         const moe_place at = moe_weight_tile_place(tile, tiles);
         return {{}, tile, at.row_tile * TILE_ROWS, at.column_tile * TILE_COLUMNS};
     }
     // Element (row, 0) of the expert's gradient. Interleaved, the rows of gate and up alternate.
-    SMOE_DEVICE int64_t element(int expert, int row) const
+    MOE_DEVICE int64_t element(int expert, int row) const
     {
         const int n = (int)p.intermediate;
         const int at = TRANSPOSED && p.interleaved ? row < n ? 2 * row : 2 * (row - n) + 1 : row;
@@ -84,7 +84,7 @@ template <bool TRANSPOSED> struct weight_list {
     }
     // The thread's sums of a tile of a split expert, 16 bytes of each thread and then the next 16 bytes of
     // each.
-    SMOE_DEVICE float4 *part(int number, int tile) const
+    MOE_DEVICE float4 *part(int number, int tile) const
     {
         return (float4 *)p.parts + ((int64_t)number * tiles_of_expert() + tile) * SLICES * THREADS +
                threadIdx.x;
@@ -100,14 +100,14 @@ template <int SIZE> struct feature_rows {
     int row;          // its number
     uint32_t real;    // the thread's column exists
 
-    SMOE_DEVICE void begin(const moe_dw &p, int first_row, int column, int limit)
+    MOE_DEVICE void begin(const moe_dw &p, int first_row, int column, int limit)
     {
         column += copier::column();
         row = first_row + copier::row();
         real = column < limit;
         from = (const char *)p.features + ((int64_t)row * p.halves * p.row_width + column) * 2;
     }
-    SMOE_DEVICE void copy(const moe_dw &p, uint32_t slot)
+    MOE_DEVICE void copy(const moe_dw &p, uint32_t slot)
     {
         const uint32_t row_bytes = (uint32_t)(p.halves * (int)p.row_width) * 2;
 #pragma unroll
@@ -129,7 +129,7 @@ template <int SIZE> struct gathered_rows {
     uint32_t real; // it exists
 
     // Without a list of tokens, row i is token i. Without branches (gemm_sync.cuh: copy_step).
-    SMOE_DEVICE void read_tokens(const moe_dw &p)
+    MOE_DEVICE void read_tokens(const moe_dw &p)
     {
         const int32_t *const from = p.row_token + row;
 #pragma unroll
@@ -139,7 +139,7 @@ template <int SIZE> struct gathered_rows {
             token[i] = load_word_if(exists && p.row_token, from + i * copier::APART, exists ? at : -1);
         }
     }
-    SMOE_DEVICE void begin(const moe_dw &p, int first_row, int rows, int first_column)
+    MOE_DEVICE void begin(const moe_dw &p, int first_row, int rows, int first_column)
     {
         column = first_column + copier::column();
         row = first_row + copier::row();
@@ -148,7 +148,7 @@ template <int SIZE> struct gathered_rows {
         real = column < p.hidden;
         read_tokens(p);
     }
-    SMOE_DEVICE void copy(const moe_dw &p, uint32_t slot)
+    MOE_DEVICE void copy(const moe_dw &p, uint32_t slot)
     {
         const uint32_t vectors = (uint32_t)p.hidden / 8, vector = (uint32_t)column / 8;
 #pragma unroll
@@ -164,15 +164,15 @@ template <int SIZE> struct gathered_rows {
 
 // The row of the gradient of row 8 i + g of a warp.
 template <bool TRANSPOSED, typename G>
-SMOE_DEVICE G *row_of(const weight_list<TRANSPOSED> &list, int expert, int row, int i)
+MOE_DEVICE G *row_of(const weight_list<TRANSPOSED> &list, int expert, int row, int i)
 {
     return row + i * 8 < list.rows ? (G *)list.p.gradient + list.element(expert, row + i * 8) : nullptr;
 }
 
 // 16 bits: a lane has vectors of eight columns after transpose_four.
 template <bool TRANSPOSED, typename G>
-SMOE_DEVICE void store_gradient(const weight_list<TRANSPOSED> &list, warp_sums &c, int expert, int row,
-                                int column, int lane, G)
+MOE_DEVICE void store_gradient(const weight_list<TRANSPOSED> &list, warp_sums &c, int expert, int row,
+                               int column, int lane, G)
 {
     column += (lane & 3) * 8;
 #pragma unroll
@@ -202,8 +202,8 @@ SMOE_DEVICE void store_gradient(const weight_list<TRANSPOSED> &list, warp_sums &
 
 // f32: four lanes store the 32 bytes of eight columns.
 template <bool TRANSPOSED>
-SMOE_DEVICE void store_gradient(const weight_list<TRANSPOSED> &list, warp_sums &c, int expert, int row,
-                                int column, int lane, float)
+MOE_DEVICE void store_gradient(const weight_list<TRANSPOSED> &list, warp_sums &c, int expert, int row,
+                               int column, int lane, float)
 {
     column += (lane & 3) * 2;
 #pragma unroll
@@ -236,15 +236,15 @@ template <typename T, typename G, bool TRANSPOSED> struct dw_gemm {
     feature_rows<FEATURE_SIDE> features;
     gathered_rows<TOKEN_SIDE> tokens;
 
-    SMOE_DEVICE explicit dw_gemm(const moe_dw &dw) : p(dw), list(dw)
+    MOE_DEVICE explicit dw_gemm(const moe_dw &dw) : p(dw), list(dw)
     {
     }
-    SMOE_DEVICE int units() const
+    MOE_DEVICE int units() const
     {
         return __ldg(p.lists.counts + 1) * list.tiles_of_expert();
     }
     // The longest pieces come first, so CTAs with equal numbers of units have about equal work.
-    SMOE_DEVICE weight_place place(int unit) const
+    MOE_DEVICE weight_place place(int unit) const
     {
         const int tiles = list.tiles_of_expert();
         weight_place at = list.tile_place(unit % tiles);
@@ -252,39 +252,39 @@ template <typename T, typename G, bool TRANSPOSED> struct dw_gemm {
         at.piece = {v.x, v.y, v.z, v.w};
         return at;
     }
-    SMOE_DEVICE int steps(const weight_place &at) const
+    MOE_DEVICE int steps(const weight_place &at) const
     {
-        return at.piece.blocks * (SMOE_BLOCK_ROWS / STEP);
+        return at.piece.blocks * (MOE_BLOCK_ROWS / STEP);
     }
-    SMOE_DEVICE void begin(const weight_place &at)
+    MOE_DEVICE void begin(const weight_place &at)
     {
         // The columns of a row that are read reach to the next multiple of 8; those past the features are
         // zeros.
         const int limit = p.halves * (int)p.row_width;
         features.begin(p, at.piece.row, TRANSPOSED ? at.row : at.column, limit);
-        tokens.begin(p, at.piece.row, at.piece.blocks * SMOE_BLOCK_ROWS, TRANSPOSED ? at.column : at.row);
+        tokens.begin(p, at.piece.row, at.piece.blocks * MOE_BLOCK_ROWS, TRANSPOSED ? at.column : at.row);
     }
-    SMOE_DEVICE void copy_a(int, uint32_t slot)
+    MOE_DEVICE void copy_a(int, uint32_t slot)
     {
         if constexpr (TRANSPOSED)
             features.copy(p, slot);
         else
             tokens.copy(p, slot);
     }
-    SMOE_DEVICE void copy_b(int, uint32_t slot)
+    MOE_DEVICE void copy_b(int, uint32_t slot)
     {
         if constexpr (TRANSPOSED)
             tokens.copy(p, slot);
         else
             features.copy(p, slot);
     }
-    SMOE_DEVICE bool active(const weight_place &at, int warp_row, int warp_column) const
+    MOE_DEVICE bool active(const weight_place &at, int warp_row, int warp_column) const
     {
         return at.row + warp_row * WARP_TILE < list.rows &&
                at.column + warp_column * WARP_TILE < list.columns;
     }
-    SMOE_DEVICE void finish(const weight_place &at, warp_sums &c, bool active, int warp_row, int warp_column,
-                            int lane)
+    MOE_DEVICE void finish(const weight_place &at, warp_sums &c, bool active, int warp_row, int warp_column,
+                           int lane)
     {
         if (!active) return;
         if (at.piece.part < 0)
@@ -301,7 +301,7 @@ template <typename T, typename G, bool TRANSPOSED> struct dw_gemm {
 };
 
 // The gradients of experts without rows, whose pieces are the last of the list.
-template <typename G> SMOE_DEVICE void clear_gradients(const moe_dw &p)
+template <typename G> MOE_DEVICE void clear_gradients(const moe_dw &p)
 {
     const int64_t vectors = p.hidden * p.intermediate * p.halves * (int)sizeof(G) / 16;
     const int pieces = __ldg(p.lists.counts + 3);

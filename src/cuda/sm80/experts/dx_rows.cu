@@ -37,31 +37,31 @@ template <typename T, bool LORA> struct dx_gemm {
     uint32_t real;  // it exists
     tile_place at;  // LORA: where the copies are
 
-    SMOE_DEVICE explicit dx_gemm(const moe_dx_rows &dx)
+    MOE_DEVICE explicit dx_gemm(const moe_dx_rows &dx)
         : p(dx), list(dx.lists.tiles, dx.lists.counts, dx.columns, TILE_COLUMNS)
     {
     }
-    SMOE_DEVICE int units() const
+    MOE_DEVICE int units() const
     {
         return list.units();
     }
-    SMOE_DEVICE tile_place place(int unit) const
+    MOE_DEVICE tile_place place(int unit) const
     {
         return list.place(unit);
     }
-    SMOE_DEVICE int dh_width() const
+    MOE_DEVICE int dh_width() const
     {
         return p.halves * (int)p.row_width;
     }
-    SMOE_DEVICE int steps_of_k() const
+    MOE_DEVICE int steps_of_k() const
     {
         return (dh_width() + STEP - 1) / STEP;
     }
-    SMOE_DEVICE int steps(const tile_place &) const
+    MOE_DEVICE int steps(const tile_place &) const
     {
         return LORA ? steps_of_k() + low_steps(p.lora) : steps_of_k();
     }
-    SMOE_DEVICE void begin(const tile_place &at)
+    MOE_DEVICE void begin(const tile_place &at)
     {
         using copier = k_major<TILE_ROWS>;
         if (LORA) this->at = at;
@@ -77,7 +77,7 @@ template <typename T, bool LORA> struct dx_gemm {
              weights::row() * rows_apart();
         real = column < p.columns;
     }
-    SMOE_DEVICE void copy_a(int step, uint32_t slot)
+    MOE_DEVICE void copy_a(int step, uint32_t slot)
     {
         if (LORA && step >= steps_of_k())
             return copy_low(slot, p.lora, at.row, at.blocks, step - steps_of_k());
@@ -85,11 +85,11 @@ template <typename T, bool LORA> struct dx_gemm {
     }
     // Column k of dH is gate k, or up k - n. Interleaved, gate and up rows of W1 alternate: gate k is row 2k,
     // up k - n is row 2k - (2n - 1).
-    SMOE_DEVICE int64_t rows_apart() const
+    MOE_DEVICE int64_t rows_apart() const
     {
         return (p.interleaved ? 2 : 1) * p.hidden * 2;
     }
-    SMOE_DEVICE void copy_b(int step, uint32_t slot)
+    MOE_DEVICE void copy_b(int step, uint32_t slot)
     {
         if (LORA && step >= steps_of_k())
             return copy_low_factor(slot, p.lora, at.expert, p.hidden,
@@ -105,12 +105,12 @@ template <typename T, bool LORA> struct dx_gemm {
         }
         w1 += STEP * rows_apart();
     }
-    SMOE_DEVICE bool active(const tile_place &at, int warp_row, int warp_column) const
+    MOE_DEVICE bool active(const tile_place &at, int warp_row, int warp_column) const
     {
         return at.has_block(warp_row) && at.column_tile * TILE_COLUMNS + warp_column * WARP_TILE < p.columns;
     }
-    SMOE_DEVICE void finish(const tile_place &at, warp_sums &c, bool active, int warp_row, int warp_column,
-                            int lane)
+    MOE_DEVICE void finish(const tile_place &at, warp_sums &c, bool active, int warp_row, int warp_column,
+                           int lane)
     {
         if (!active) return;
         const int64_t row = at.row + warp_row * WARP_TILE;

@@ -14,8 +14,8 @@ struct async_copies {
     enum { SLOTS = 4, ARRIVALS = 33 };
 
     // Eight lanes copy a row, 16 bytes each, and a lane has rows lane / 8 + 4 i.
-    static SMOE_DEVICE void copy(uint32_t slot, const weight_rows &rows, int64_t from, uint32_t bytes,
-                                 uint32_t)
+    static MOE_DEVICE void copy(uint32_t slot, const weight_rows &rows, int64_t from, uint32_t bytes,
+                                uint32_t)
     {
         const int lane = threadIdx.x & 31, row = lane >> 3;
         from += row * rows.stride;
@@ -29,12 +29,12 @@ struct async_copies {
     }
     // Every lane arrives when its copies have landed. The first lane arrives once more: with this arrival,
     // which is behind a __syncwarp, the warp's stores become visible.
-    static SMOE_DEVICE void publish(uint32_t barrier, uint32_t)
+    static MOE_DEVICE void publish(uint32_t barrier, uint32_t)
     {
         barrier_arrive_after_copies(barrier);
         if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
     }
-    static SMOE_DEVICE void publish(uint32_t barrier)
+    static MOE_DEVICE void publish(uint32_t barrier)
     {
         publish(barrier, 0);
     }

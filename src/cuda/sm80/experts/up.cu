@@ -29,8 +29,8 @@ namespace
 {
 
 template <typename T, int KIND>
-SMOE_DEVICE void activate_four(uint32_t (&a)[4], const uint32_t (&g)[4], const uint32_t (&u)[4],
-                               const moe_gate_values &values)
+MOE_DEVICE void activate_four(uint32_t (&a)[4], const uint32_t (&g)[4], const uint32_t (&u)[4],
+                              const moe_gate_values &values)
 {
 #pragma unroll
     for (int j = 0; j < 4; j++) a[j] = activate_pair<T, KIND>(g[j], u[j], values);
@@ -45,37 +45,37 @@ template <typename T, bool LORA> struct up_gemm {
     even_rows<TILE_COLUMNS> weights;
     tile_place at; // LORA: where the copies are
 
-    SMOE_DEVICE explicit up_gemm(const moe_up &up)
+    MOE_DEVICE explicit up_gemm(const moe_up &up)
         : p(up), list(up.lists.tiles, up.lists.counts, up.intermediate, up.gated ? 128 : 256)
     {
     }
-    SMOE_DEVICE int units() const
+    MOE_DEVICE int units() const
     {
         return list.units();
     }
-    SMOE_DEVICE tile_place place(int unit) const
+    MOE_DEVICE tile_place place(int unit) const
     {
         return list.place(unit);
     }
-    SMOE_DEVICE int steps_of_k() const
+    MOE_DEVICE int steps_of_k() const
     {
         return ((int)p.hidden + STEP - 1) / STEP;
     }
-    SMOE_DEVICE int steps(const tile_place &) const
+    MOE_DEVICE int steps(const tile_place &) const
     {
         return LORA ? steps_of_k() + low_steps(p.lora) : steps_of_k();
     }
-    SMOE_DEVICE int features_a_tile() const
+    MOE_DEVICE int features_a_tile() const
     {
         return p.gated ? TILE_COLUMNS / 2 : TILE_COLUMNS;
     }
     // Columns of H's rows, and rows of W1 for each expert.
-    SMOE_DEVICE int h_width() const
+    MOE_DEVICE int h_width() const
     {
         return (int)p.intermediate * (p.gated ? 2 : 1);
     }
 
-    SMOE_DEVICE void begin(const tile_place &at)
+    MOE_DEVICE void begin(const tile_place &at)
     {
         using copier = k_major<TILE_COLUMNS>;
         if (LORA) this->at = at;
@@ -93,7 +93,7 @@ template <typename T, bool LORA> struct up_gemm {
         for (int i = 0; i < copier::COUNT; i++) weights.real |= (feature + i * apart < n ? 1u : 0u) << i;
     }
     // B1 has the gate rows first, in both layouts of W1.
-    SMOE_DEVICE void copy_b1(int step, uint32_t slot) const
+    MOE_DEVICE void copy_b1(int step, uint32_t slot) const
     {
         using copier = k_major<TILE_COLUMNS>;
         const int n = (int)p.intermediate, r = copier::row(), half = p.gated ? r >> 3 & 1 : 0;
@@ -107,29 +107,29 @@ template <typename T, bool LORA> struct up_gemm {
         copier::copy(slot, (const char *)p.lora.factor + row * p.lora.rank * 2, step, vectors, real,
                      [&](int i) { return (uint32_t)(i * apart) * vectors; });
     }
-    SMOE_DEVICE void copy_a(int step, uint32_t slot)
+    MOE_DEVICE void copy_a(int step, uint32_t slot)
     {
         if (LORA && step >= steps_of_k())
             return copy_low(slot, p.lora, at.row, at.blocks, step - steps_of_k());
         x.copy(slot, p.x, step, (uint32_t)p.hidden / 8);
     }
-    SMOE_DEVICE void copy_b(int step, uint32_t slot)
+    MOE_DEVICE void copy_b(int step, uint32_t slot)
     {
         if (LORA && step >= steps_of_k()) return copy_b1(step - steps_of_k(), slot);
         weights.copy(slot, step, (uint32_t)p.hidden / 8);
     }
 
     // First of the warp's features.
-    SMOE_DEVICE int first_feature(const tile_place &at, int warp_column) const
+    MOE_DEVICE int first_feature(const tile_place &at, int warp_column) const
     {
         return at.column_tile * features_a_tile() + warp_column * (features_a_tile() / WARPS_ACROSS);
     }
-    SMOE_DEVICE bool active(const tile_place &at, int warp_row, int warp_column) const
+    MOE_DEVICE bool active(const tile_place &at, int warp_row, int warp_column) const
     {
         return at.has_block(warp_row) && first_feature(at, warp_column) < p.intermediate;
     }
 
-    SMOE_DEVICE void add_bias(warp_sums &c, int expert, int first, int lane) const
+    MOE_DEVICE void add_bias(warp_sums &c, int expert, int first, int lane) const
     {
         const int n = (int)p.intermediate, apart = p.interleaved ? 2 : 1,
                   up = p.gated ? p.interleaved ? 1 : n : 0;
@@ -149,7 +149,7 @@ template <typename T, bool LORA> struct up_gemm {
     }
 
     // From row `row` on, vectors of eight features.
-    template <int KIND> SMOE_DEVICE void store_gated(warp_sums &c, int64_t row, int feature, int lane) const
+    template <int KIND> MOE_DEVICE void store_gated(warp_sums &c, int64_t row, int feature, int lane) const
     {
         const int n = (int)p.intermediate;
         T *h = (T *)p.h + row * 2 * n + feature, *a = (T *)p.a + row * n + feature;
@@ -175,7 +175,7 @@ template <typename T, bool LORA> struct up_gemm {
                 store_global16(a, vector_of(out));
             }
     }
-    template <int KIND> SMOE_DEVICE void store_plain(warp_sums &c, int64_t row, int feature, int lane) const
+    template <int KIND> MOE_DEVICE void store_plain(warp_sums &c, int64_t row, int feature, int lane) const
     {
         const int n = (int)p.intermediate;
         T *h = (T *)p.h + row * n + feature, *a = (T *)p.a + row * n + feature;
@@ -195,8 +195,8 @@ template <typename T, bool LORA> struct up_gemm {
                     store_global16(a + half * 32, vector_of(out));
                 }
     }
-    SMOE_DEVICE void finish(const tile_place &at, warp_sums &c, bool active, int warp_row, int warp_column,
-                            int lane)
+    MOE_DEVICE void finish(const tile_place &at, warp_sums &c, bool active, int warp_row, int warp_column,
+                           int lane)
     {
         if (!active) return;
         const int first = first_feature(at, warp_column);
@@ -204,14 +204,14 @@ template <typename T, bool LORA> struct up_gemm {
         const int64_t row = at.row + warp_row * WARP_TILE + (lane >> 2);
         const int feature = first + (lane & 3) * 8;
         switch (p.activation) {
-#define SMOE_STORE(enumerator, name, shape, curve)                                                           \
+#define MOE_STORE(enumerator, name, shape, curve)                                                            \
     case enumerator:                                                                                         \
         if constexpr (activation<T, enumerator>::GATED)                                                      \
             return store_gated<enumerator>(c, row, feature, lane);                                           \
         else                                                                                                 \
             return store_plain<enumerator>(c, row, feature, lane);
-            MOE_ACTIVATIONS(SMOE_STORE)
-#undef SMOE_STORE
+            MOE_ACTIVATIONS(MOE_STORE)
+#undef MOE_STORE
         }
         __builtin_unreachable(); // the host refuses other values
     }

@@ -64,12 +64,12 @@ using namespace dh_kernel;
 // consumer's own 64 rows of dO. The consumer that finishes with the slot last also starts the copy of W2's
 // box.
 
-SMOE_DEVICE int steps_of_k(const dh_params &p)
+MOE_DEVICE int steps_of_k(const dh_params &p)
 {
     return (p.hidden + STEP - 1) / STEP;
 }
 // With those of LoRA: Q2 and A2 are more columns of K, behind those of dO and W2.
-template <bool LORA> SMOE_DEVICE int steps_of(const dh_params &p)
+template <bool LORA> MOE_DEVICE int steps_of(const dh_params &p)
 {
     return LORA ? steps_of_k(p) + (p.rank + STEP - 1) / STEP : steps_of_k(p);
 }
@@ -84,7 +84,7 @@ template <width W, bool LORA> struct gatherer {
     uint32_t real;            // bit i: row row0 + 16 i exists
     const char *from[COPIES]; // this thread's 16 bytes of the step
 
-    SMOE_DEVICE gatherer(const dh_params &params, const tile_walk &work, const dh_layout<W> &layout)
+    MOE_DEVICE gatherer(const dh_params &params, const tile_walk &work, const dh_layout<W> &layout)
         : p(params), walk(work), shared(layout), unit(blockIdx.x), column(0), k(0), next(-1), tile({0, 0}),
           real(0)
     {
@@ -93,27 +93,27 @@ template <width W, bool LORA> struct gatherer {
         begin_tile();
     }
 
-    static SMOE_DEVICE int consumer()
+    static MOE_DEVICE int consumer()
     {
         return threadIdx.x / CONSUMER_THREADS;
     }
-    static SMOE_DEVICE int row0()
+    static MOE_DEVICE int row0()
     {
         return threadIdx.x % CONSUMER_THREADS >> 3;
     }
-    static SMOE_DEVICE int vector()
+    static MOE_DEVICE int vector()
     {
         return threadIdx.x & 7;
     }
 
-    SMOE_DEVICE void read_token(moe_work of)
+    MOE_DEVICE void read_token(moe_work of)
     {
-        const int row = of.row + consumer() * SMOE_BLOCK_ROWS + row0() + 16 * (vector() % COPIES);
+        const int row = of.row + consumer() * MOE_BLOCK_ROWS + row0() + 16 * (vector() % COPIES);
         next = consumer() < moe_work_blocks(of) ? __ldg(p.row_token + row) : -1;
     }
 
     // Makes the unit's tile the current one, and starts to read the tokens of the tile after it.
-    SMOE_DEVICE void begin_tile()
+    MOE_DEVICE void begin_tile()
     {
         real = 0;
 #pragma unroll
@@ -130,28 +130,27 @@ template <width W, bool LORA> struct gatherer {
     }
 
     // 64 rows of W2[e], or of A2[e], from `row` on.
-    SMOE_DEVICE void load_weights(const CUtensorMap *map, int row, uint32_t to, uint32_t full) const
+    MOE_DEVICE void load_weights(const CUtensorMap *map, int row, uint32_t to, uint32_t full) const
     {
-        barrier_expect(full, tile_width<W>::SUBTILES * SMOE_SUBTILE_BYTES);
+        barrier_expect(full, tile_width<W>::SUBTILES * MOE_SUBTILE_BYTES);
         const int expert = moe_work_expert(tile);
-        if (!p.subtiles_apart) return load_box(to, map, full, 0, row, column / SMOE_SUBTILE_COLUMNS, expert);
+        if (!p.subtiles_apart) return load_box(to, map, full, 0, row, column / MOE_SUBTILE_COLUMNS, expert);
         for (int i = 0; i < tile_width<W>::SUBTILES; i++)
-            load_box(to + i * SMOE_SUBTILE_BYTES, map, full, column + i * SMOE_SUBTILE_COLUMNS, row, 0,
-                     expert);
+            load_box(to + i * MOE_SUBTILE_BYTES, map, full, column + i * MOE_SUBTILE_COLUMNS, row, 0, expert);
     }
 
     // LoRA: from now on the rows are those of Q2.
-    SMOE_DEVICE void begin_low_rank()
+    MOE_DEVICE void begin_low_rank()
     {
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
-            const int64_t row = tile.row + consumer() * SMOE_BLOCK_ROWS + row0() + 16 * i;
+            const int64_t row = tile.row + consumer() * MOE_BLOCK_ROWS + row0() + 16 * i;
             from[i] = (const char *)p.q2 + (real & 1u << i ? row * p.rank * 2 : 0) + vector() * 16;
         }
     }
 
     // Fills a slot that all warps of the consumer have finished with.
-    SMOE_DEVICE void fill(uint32_t number)
+    MOE_DEVICE void fill(uint32_t number)
     {
         if (unit >= walk.units) return;
         const uint32_t slot = shared.slot(number), full = shared.full(number);
@@ -159,10 +158,10 @@ template <width W, bool LORA> struct gatherer {
         const int first = low ? (k - steps_of_k(p)) * STEP : k * STEP; // of K, or of the rank
         if (LORA && k == steps_of_k(p)) begin_low_rank();
         const uint32_t wanted = first + vector() * 8 < (low ? p.rank : p.hidden) ? real : 0;
-        const uint32_t to = slot + consumer() * SMOE_SUBTILE_BYTES + moe_subtile_offset(row0(), vector());
+        const uint32_t to = slot + consumer() * MOE_SUBTILE_BYTES + moe_subtile_offset(row0(), vector());
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
-            copy16_async_if(wanted & 1u << i, to + i * 16 * SMOE_SUBTILE_ROW_BYTES, from[i]);
+            copy16_async_if(wanted & 1u << i, to + i * 16 * MOE_SUBTILE_ROW_BYTES, from[i]);
         barrier_arrive_after_copies(full);
         if (threadIdx.x % CONSUMER_THREADS == 0 && second_of_two(shared.done(number)))
             load_weights(low ? &p.a2 : &p.w2, first, slot + A_BYTES, full);
@@ -178,7 +177,7 @@ template <width W, bool LORA> struct gatherer {
 
 // Exponent (as stored in a float) of the largest of the row's elements, which four neighbouring lanes share;
 // at least 20, so that its inverse is a normal number.
-SMOE_DEVICE uint32_t row_exponent(float most)
+MOE_DEVICE uint32_t row_exponent(float most)
 {
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
@@ -188,8 +187,8 @@ SMOE_DEVICE uint32_t row_exponent(float most)
 // Writes the warp's 16 rows of accumulators to its warp tile: x 2^(141 - e) in fp16, and the row's scale
 // 2^(e - 141) to the array of scales.
 template <width W, int COUNT>
-SMOE_DEVICE void dump(const float (&acc)[COUNT], const dh_layout<W> &shared, uint32_t warp_tile,
-                      uint32_t parity, int lane)
+MOE_DEVICE void dump(const float (&acc)[COUNT], const dh_layout<W> &shared, uint32_t warp_tile,
+                     uint32_t parity, int lane)
 {
     using H = storage<__half>;
     float most_upper = 0.0f, most_lower = 0.0f; // rows lane / 4 and lane / 4 + 8
@@ -220,8 +219,8 @@ SMOE_DEVICE void dump(const float (&acc)[COUNT], const dh_layout<W> &shared, uin
 }
 
 template <typename T, width W, bool LORA>
-SMOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const dh_layout<W> &shared,
-                                int warp, int lane)
+MOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const dh_layout<W> &shared,
+                               int warp, int lane)
 {
     ring_position<dh_layout<W>::RING_SLOTS> ring(0);
     const int consumer = warp >> 2, steps = steps_of<LORA>(p);
@@ -246,7 +245,7 @@ SMOE_DEVICE void multiply_tiles(const dh_params &p, const tile_walk &walk, const
     }
 }
 
-template <width W> SMOE_DEVICE void init_barriers(const dh_layout<W> &shared)
+template <width W> MOE_DEVICE void init_barriers(const dh_layout<W> &shared)
 {
     for (int i = 0; i < shared.RING_SLOTS; i++) {
         barrier_init(shared.full(i), 1 + 2 * CONSUMER_THREADS);
@@ -280,7 +279,7 @@ __global__ void __launch_bounds__(THREADS, 1) dh(const __grid_constant__ dh_para
 width width_of(const moe_dh &d)
 {
     if (d.intermediate <= NARROW_COLUMNS) return NARROW;
-    return d.intermediate > SMOE_MOST_COLUMNS_FIRST * TILE_COLUMNS ? WIDE : MIDDLE;
+    return d.intermediate > MOE_MOST_COLUMNS_FIRST * TILE_COLUMNS ? WIDE : MIDDLE;
 }
 
 dh_params prepare(moe_launch *on, const moe_dh &d)
@@ -289,7 +288,7 @@ dh_params prepare(moe_launch *on, const moe_dh &d)
     const moe_subtiles w2 = {d.w2, d.intermediate, d.hidden, row_bytes, d.experts, d.hidden * row_bytes};
     dh_params p = {};
     moe_map_subtiles(on, &p.w2, &w2,
-                     (width_of(d) == NARROW ? NARROW_COLUMNS : TILE_COLUMNS) / SMOE_SUBTILE_COLUMNS);
+                     (width_of(d) == NARROW ? NARROW_COLUMNS : TILE_COLUMNS) / MOE_SUBTILE_COLUMNS);
     p.dout = d.dout;
     p.h = d.h;
     p.dh = d.dh;
@@ -311,7 +310,7 @@ dh_params prepare(moe_launch *on, const moe_dh &d)
     const moe_subtiles a2 = {d.lora.factor, d.intermediate, d.lora.rank,
                              row_bytes,     d.experts,      d.lora.rank * row_bytes};
     moe_map_subtiles(on, &p.a2, &a2,
-                     (width_of(d) == NARROW ? NARROW_COLUMNS : TILE_COLUMNS) / SMOE_SUBTILE_COLUMNS);
+                     (width_of(d) == NARROW ? NARROW_COLUMNS : TILE_COLUMNS) / MOE_SUBTILE_COLUMNS);
     return p;
 }
 

@@ -45,28 +45,28 @@ template <> struct operands<down_params> {
     static constexpr bool HAS_BIAS = true, MAY_STAY = true;
     enum { STEP = 64 };
 
-    static SMOE_DEVICE int steps(const down_params &p)
+    static MOE_DEVICE int steps(const down_params &p)
     {
         return (p.intermediate + STEP - 1) / STEP;
     }
-    static SMOE_DEVICE void prefetch(const down_params &p)
+    static MOE_DEVICE void prefetch(const down_params &p)
     {
         prefetch_map(&p.a);
         prefetch_map(&p.w2);
         prefetch_map(&p.y);
     }
-    static SMOE_DEVICE moe_work piece(const down_params &p, int i)
+    static MOE_DEVICE moe_work piece(const down_params &p, int i)
     {
         const int2 entry = __ldg((const int2 *)(p.lists.pieces + i));
         return {entry.x, entry.y};
     }
-    static SMOE_DEVICE void load_rows(const down_params &p, uint32_t to, uint32_t full, int k, moe_work tile)
+    static MOE_DEVICE void load_rows(const down_params &p, uint32_t to, uint32_t full, int k, moe_work tile)
     {
         load_box(to, &p.a, full, k * STEP, tile.row);
     }
     template <int COLUMNS>
-    static SMOE_DEVICE void load_weights(const down_params &p, uint32_t to, uint32_t full, int k,
-                                         moe_work tile, int column)
+    static MOE_DEVICE void load_weights(const down_params &p, uint32_t to, uint32_t full, int k,
+                                        moe_work tile, int column)
     {
         load_box(to, &p.w2, full, k * STEP, moe_work_expert(tile) * p.hidden + p.first_column + column);
     }
@@ -82,26 +82,26 @@ template <> struct operands<down_lora_params> : operands<down_params> {
     using plain = operands<down_params>;
     static constexpr bool MAY_STAY = false;
 
-    static SMOE_DEVICE int steps(const down_lora_params &p)
+    static MOE_DEVICE int steps(const down_lora_params &p)
     {
         return plain::steps(p) + (p.rank + STEP - 1) / STEP;
     }
-    static SMOE_DEVICE void prefetch(const down_lora_params &p)
+    static MOE_DEVICE void prefetch(const down_lora_params &p)
     {
         plain::prefetch(p);
         prefetch_map(&p.p2);
         prefetch_map(&p.b2);
     }
-    static SMOE_DEVICE void load_rows(const down_lora_params &p, uint32_t to, uint32_t full, int k,
-                                      moe_work tile)
+    static MOE_DEVICE void load_rows(const down_lora_params &p, uint32_t to, uint32_t full, int k,
+                                     moe_work tile)
     {
         const int low = k - plain::steps(p);
         if (low < 0) return plain::load_rows(p, to, full, k, tile);
         load_box(to, &p.p2, full, low * STEP, tile.row);
     }
     template <int COLUMNS>
-    static SMOE_DEVICE void load_weights(const down_lora_params &p, uint32_t to, uint32_t full, int k,
-                                         moe_work tile, int column)
+    static MOE_DEVICE void load_weights(const down_lora_params &p, uint32_t to, uint32_t full, int k,
+                                        moe_work tile, int column)
     {
         const int low = k - plain::steps(p);
         if (low < 0) return plain::load_weights<COLUMNS>(p, to, full, k, tile, column);

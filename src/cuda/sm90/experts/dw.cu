@@ -58,7 +58,7 @@ struct dw_params {
     const void *tokens;   // dO or X (T, hidden)
     // (E, hidden, intermediate), transposed (E, halves * intermediate, hidden) by layout
     void *weight_gradient;
-    float *parts;             // (parts, weight tiles, SMOE_WEIGHT_TILE) tiles of split experts
+    float *parts;             // (parts, weight tiles, MOE_WEIGHT_TILE) tiles of split experts
     const int32_t *row_token; // NULL: row r is token r, for r < rows
     moe_cuda_backward_lists lists;
     // intermediate: features of a half, or of both if they share a stripe; then halves is 1
@@ -75,11 +75,11 @@ enum {
     FEED = (BARRIERS + BARRIER_BYTES + 15) / 16 * 16, // load_shared16 needs multiples of 16
     SHARED_BYTES = FEED + weight_feed::BYTES,
     CONSUMER_THREADS = 256,
-    SLICES = SMOE_WEIGHT_TILE / (4 * CONSUMER_THREADS) // of a tile: four floats a thread
+    SLICES = MOE_WEIGHT_TILE / (4 * CONSUMER_THREADS) // of a tile: four floats a thread
 };
 static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
-static_assert((int)TILE_ROWS == (int)SMOE_WEIGHT_SHORT && (int)TILE_COLUMNS == (int)SMOE_WEIGHT_LONG &&
-                  (int)TALL_ROWS == (int)SMOE_WEIGHT_LONG && (int)NARROW_COLUMNS == (int)SMOE_WEIGHT_STRIPE,
+static_assert((int)TILE_ROWS == (int)MOE_WEIGHT_SHORT && (int)TILE_COLUMNS == (int)MOE_WEIGHT_LONG &&
+                  (int)TALL_ROWS == (int)MOE_WEIGHT_LONG && (int)NARROW_COLUMNS == (int)MOE_WEIGHT_STRIPE,
               "weight_tiles.h");
 
 static_assert((int)weight_feed::AHEAD + SLOTS + 1 < (int)weight_feed::UNITS, "see weight_claims");
@@ -93,51 +93,51 @@ template <bool TALL> struct weight_matrix {
     };
     moe_weight_grid grid;
     int tiles, stripes_of_half;
-    SMOE_DEVICE explicit weight_matrix(const dw_params &p)
+    MOE_DEVICE explicit weight_matrix(const dw_params &p)
         : grid({p.grid.hidden_tiles, p.grid.feature_tiles, TALL}), tiles(moe_grid_tiles(grid)),
           stripes_of_half(moe_stripes_of_half(p.intermediate))
     {
     }
-    SMOE_DEVICE moe_stripe stripe(moe_place at, int i) const
+    MOE_DEVICE moe_stripe stripe(moe_place at, int i) const
     {
         return moe_stripe_of(at.column_tile * STRIPES + i, stripes_of_half);
     }
 };
 
-template <bool TALL> SMOE_DEVICE weight_queue queue_of(const dw_params &p, const weight_matrix<TALL> &matrix)
+template <bool TALL> MOE_DEVICE weight_queue queue_of(const dw_params &p, const weight_matrix<TALL> &matrix)
 {
     return {p.lists.pieces, __ldg(p.lists.counts + 1) * matrix.tiles, matrix.grid, p.lists.turn};
 }
 
 // ---- Loads
 
-SMOE_DEVICE void load_stripe(const dw_params &p, moe_stripe stripe, int row, uint32_t to, uint32_t full)
+MOE_DEVICE void load_stripe(const dw_params &p, moe_stripe stripe, int row, uint32_t to, uint32_t full)
 {
     if (p.subtiles_apart) {
         load_box(to, &p.features, full, stripe.feature, row, 0, stripe.half);
-        load_box(to + SMOE_SUBTILE_BYTES, &p.features, full, stripe.feature + SMOE_SUBTILE_COLUMNS, row, 0,
+        load_box(to + MOE_SUBTILE_BYTES, &p.features, full, stripe.feature + MOE_SUBTILE_COLUMNS, row, 0,
                  stripe.half);
     } else
-        load_box(to, &p.features, full, 0, row, stripe.feature / SMOE_SUBTILE_COLUMNS, stripe.half);
+        load_box(to, &p.features, full, 0, row, stripe.feature / MOE_SUBTILE_COLUMNS, stripe.half);
 }
 
 // Without row_token rows are tokens.
-SMOE_DEVICE int token_of(const dw_params &p, int row)
+MOE_DEVICE int token_of(const dw_params &p, int row)
 {
     return p.row_token ? __ldg(p.row_token + row) : row < p.rows ? row : -1;
 }
 
-SMOE_DEVICE int first_token(const dw_params &p, const moe_piece &piece, int row)
+MOE_DEVICE int first_token(const dw_params &p, const moe_piece &piece, int row)
 {
     return piece.blocks ? token_of(p, piece.row + row) : -1;
 }
 
 template <bool TALL>
-SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matrix,
-                            const shared_layout &shared, weight_feed units)
+MOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matrix, const shared_layout &shared,
+                           weight_feed units)
 {
     constexpr int LEFT_BYTES = TALL ? 2 * A_BYTES : A_BYTES, RIGHT_BYTES = SLOT_BYTES - LEFT_BYTES;
-    constexpr int SUBTILES = LEFT_BYTES / SMOE_SUBTILE_BYTES;
+    constexpr int SUBTILES = LEFT_BYTES / MOE_SUBTILE_BYTES;
     static_assert(RIGHT_BYTES == weight_matrix<TALL>::STRIPES * BUFFER_BYTES, "a stripe has two subtiles");
     const int thread = threadIdx.x - 256, vector = thread & 7, row0 = thread >> 3; // rows row0 + 8 i
     const uint32_t to = moe_subtile_offset(row0, vector), row_bytes = (uint32_t)p.hidden * 2;
@@ -150,7 +150,7 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matri
         const int hidden = unit.at.row_tile * matrix.TILE_HIDDEN + vector * 8;
         bool inside[SUBTILES];
 #pragma unroll
-        for (int j = 0; j < SUBTILES; j++) inside[j] = hidden + j * SMOE_SUBTILE_COLUMNS < p.hidden;
+        for (int j = 0; j < SUBTILES; j++) inside[j] = hidden + j * MOE_SUBTILE_COLUMNS < p.hidden;
         const char *from = (const char *)p.tokens + unit.at.row_tile * matrix.TILE_HIDDEN * 2;
         const int steps = unit.steps(), ask_at = weight_feed::asks_at(steps);
         const moe_stripe left = matrix.stripe(unit.at, 0), right = matrix.stripe(unit.at, 1);
@@ -182,9 +182,9 @@ SMOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matri
 #pragma unroll
                 for (int j = 0; j < SUBTILES; j++)
                     copy16_async_if_unhinted(inside[j] ? some & 1u << i : 0,
-                                             slot + to + i * 8 * SMOE_SUBTILE_ROW_BYTES +
-                                                 j * SMOE_SUBTILE_BYTES,
-                                             rows[i] + j * SMOE_SUBTILE_ROW_BYTES);
+                                             slot + to + i * 8 * MOE_SUBTILE_ROW_BYTES +
+                                                 j * MOE_SUBTILE_BYTES,
+                                             rows[i] + j * MOE_SUBTILE_ROW_BYTES);
             barrier_arrive_after_copies(full);
             ring.advance();
         }
@@ -202,32 +202,32 @@ template <typename G, bool TRANSPOSED, bool TALL> struct part_place {
     enum { BOXES = TRANSPOSED && sizeof(G) == 2 ? 1 : 2 };
     moe_stripe stripe;
     int hidden, feature;
-    SMOE_DEVICE part_place(const weight_matrix<TALL> &matrix, moe_place tile, int consumer, int part)
+    MOE_DEVICE part_place(const weight_matrix<TALL> &matrix, moe_place tile, int consumer, int part)
     {
         constexpr int ACROSS = output<G>::PARTS / (TALL ? 2 : 1);    // parts side by side
         const int column = part % ACROSS * output<G>::PART_FEATURES; // in the tile
         hidden = tile.row_tile * matrix.TILE_HIDDEN + consumer * matrix.CONSUMER_HIDDEN + part / ACROSS * 64;
-        stripe = matrix.stripe(tile, column / SMOE_WEIGHT_STRIPE);
-        feature = stripe.feature + column % SMOE_WEIGHT_STRIPE;
+        stripe = matrix.stripe(tile, column / MOE_WEIGHT_STRIPE);
+        feature = stripe.feature + column % MOE_WEIGHT_STRIPE;
     }
-    SMOE_DEVICE bool inside(const dw_params &p) const
+    MOE_DEVICE bool inside(const dw_params &p) const
     {
         return stripe.half < p.halves && feature < p.intermediate && hidden < p.hidden;
     }
-    SMOE_DEVICE int x(int box) const
+    MOE_DEVICE int x(int box) const
     {
         return (TRANSPOSED ? hidden : feature) + box * output<G>::SUBTILE_ELEMENTS;
     }
-    SMOE_DEVICE int y(const dw_params &p) const
+    MOE_DEVICE int y(const dw_params &p) const
     {
         return TRANSPOSED ? feature - up(p) * p.half_features : hidden;
     }
-    SMOE_DEVICE int half(const dw_params &p) const
+    MOE_DEVICE int half(const dw_params &p) const
     {
         return stripe.half + up(p);
     }
     // 1 if the halves share the stripe and the part begins in the up half, else 0.
-    SMOE_DEVICE int up(const dw_params &p) const
+    MOE_DEVICE int up(const dw_params &p) const
     {
         return TRANSPOSED && TALL && feature >= p.half_features;
     }
@@ -235,14 +235,14 @@ template <typename G, bool TRANSPOSED, bool TALL> struct part_place {
 
 // Starts the load of a part's old values into its staging buffer.
 template <typename G, bool TRANSPOSED, bool TALL>
-SMOE_DEVICE void load_part(const dw_params &p, const part_place<G, TRANSPOSED, TALL> &at,
-                           const shared_layout &shared, int expert, uint32_t number)
+MOE_DEVICE void load_part(const dw_params &p, const part_place<G, TRANSPOSED, TALL> &at,
+                          const shared_layout &shared, int expert, uint32_t number)
 {
     const uint32_t empty = shared.buffer_empty(number);
     if (at.inside(p)) {
         barrier_expect(empty, BUFFER_BYTES);
         for (int i = 0; i < at.BOXES; i++)
-            load_box(shared.buffer(number) + i * SMOE_SUBTILE_BYTES, &p.gradient, empty, at.x(i), at.y(p),
+            load_box(shared.buffer(number) + i * MOE_SUBTILE_BYTES, &p.gradient, empty, at.x(i), at.y(p),
                      at.half(p), expert);
     } else
         barrier_arrive(empty);
@@ -250,13 +250,13 @@ SMOE_DEVICE void load_part(const dw_params &p, const part_place<G, TRANSPOSED, T
 
 // Stores a part that a consumer has left in its staging buffer.
 template <typename G, bool TRANSPOSED, bool MERGES, bool TALL>
-SMOE_DEVICE void store_part(const dw_params &p, const part_place<G, TRANSPOSED, TALL> &at,
-                            const shared_layout &shared, int expert, uint32_t number, uint32_t parity)
+MOE_DEVICE void store_part(const dw_params &p, const part_place<G, TRANSPOSED, TALL> &at,
+                           const shared_layout &shared, int expert, uint32_t number, uint32_t parity)
 {
     barrier_wait(shared.buffer_full(number), parity);
     if (at.inside(p)) {
         for (int i = 0; i < at.BOXES; i++) {
-            const uint32_t subtile = shared.buffer(number) + i * SMOE_SUBTILE_BYTES;
+            const uint32_t subtile = shared.buffer(number) + i * MOE_SUBTILE_BYTES;
             if (!MERGES && p.accumulate)
                 add_box(&p.gradient, subtile, at.x(i), at.y(p), at.half(p), expert);
             else
@@ -271,8 +271,8 @@ SMOE_DEVICE void store_part(const dw_params &p, const part_place<G, TRANSPOSED, 
 // MERGES: a buffer counts as empty only when the old values of the next tile are in it, so its phase is one
 // ahead.
 template <typename G, bool TRANSPOSED, bool MERGES, bool TALL>
-SMOE_DEVICE void store_tiles(const dw_params &p, const weight_matrix<TALL> &matrix,
-                             const shared_layout &shared, weight_feed units, int consumer)
+MOE_DEVICE void store_tiles(const dw_params &p, const weight_matrix<TALL> &matrix,
+                            const shared_layout &shared, weight_feed units, int consumer)
 {
     using O = output<G>;
     static_assert(!MERGES || O::ROUNDS == 1, "the buffers hold all parts of a tile");
@@ -309,14 +309,14 @@ SMOE_DEVICE void store_tiles(const dw_params &p, const weight_matrix<TALL> &matr
 
 // Stores a tile of a split expert in the order of the threads: 16 bytes of each thread, then the next 16
 // bytes of each.
-SMOE_DEVICE float *part_of(const dw_params &p, int part, int tiles, int tile, int thread)
+MOE_DEVICE float *part_of(const dw_params &p, int part, int tiles, int tile, int thread)
 {
-    return p.parts + ((int64_t)part * tiles + tile) * SMOE_WEIGHT_TILE + thread * 4;
+    return p.parts + ((int64_t)part * tiles + tile) * MOE_WEIGHT_TILE + thread * 4;
 }
 
 template <typename T, typename G, bool TRANSPOSED, bool MERGES, bool TALL>
-SMOE_DEVICE void multiply_tiles(const dw_params &p, const weight_matrix<TALL> &matrix,
-                                const shared_layout &shared, weight_feed units, int consumer, int lane)
+MOE_DEVICE void multiply_tiles(const dw_params &p, const weight_matrix<TALL> &matrix,
+                               const shared_layout &shared, weight_feed units, int consumer, int lane)
 {
     ring_position<SLOTS> ring(0);
     uint32_t count = 0;
@@ -340,7 +340,7 @@ SMOE_DEVICE void multiply_tiles(const dw_params &p, const weight_matrix<TALL> &m
 }
 
 // The gradients of experts without rows, whose pieces are the last of the list.
-template <typename G> SMOE_DEVICE void clear_gradients(const dw_params &p)
+template <typename G> MOE_DEVICE void clear_gradients(const dw_params &p)
 {
     const int64_t vectors = (int64_t)p.hidden * p.intermediate * p.halves * (int)sizeof(G) / 16;
     const int pieces = __ldg(p.lists.counts + 3);
@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ dw_para
 
 // Element (d, feature of half) of the expert's gradient.
 template <bool TRANSPOSED, bool TALL>
-SMOE_DEVICE int64_t gradient_element(const dw_params &p, int expert, int half, int feature, int d)
+MOE_DEVICE int64_t gradient_element(const dw_params &p, int expert, int half, int feature, int d)
 {
     if (!TRANSPOSED) return ((int64_t)expert * p.hidden + d) * p.intermediate + feature;
     if (TALL && feature >= p.half_features) { // halves share the stripe
@@ -398,7 +398,7 @@ SMOE_DEVICE int64_t gradient_element(const dw_params &p, int expert, int half, i
 template <typename G, bool TRANSPOSED, bool TALL>
 __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_constant__ dw_params p)
 {
-    constexpr int OCTETS = weight_matrix<TALL>::STRIPES * SMOE_WEIGHT_STRIPE / 8; // of features, in a row
+    constexpr int OCTETS = weight_matrix<TALL>::STRIPES * MOE_WEIGHT_STRIPE / 8; // of features, in a row
     const weight_matrix<TALL> matrix(p);
     const int slices = __ldg(p.lists.counts + 2) * matrix.tiles * SLICES, lane = threadIdx.x & 31;
     const int consumer = threadIdx.x / 128;
@@ -408,8 +408,8 @@ __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_const
                   column = (TALL ? i % OCTETS : i) * 8 + (lane & 3) * 2;
         const int row = first_row + (TALL ? i / OCTETS * 64 : 0), tile = unit % matrix.tiles;
         const moe_place at = moe_weight_place_of(tile, matrix.grid);
-        const moe_stripe stripe = matrix.stripe(at, column / SMOE_WEIGHT_STRIPE);
-        const int feature = stripe.feature + column % SMOE_WEIGHT_STRIPE;
+        const moe_stripe stripe = matrix.stripe(at, column / MOE_WEIGHT_STRIPE);
+        const int feature = stripe.feature + column % MOE_WEIGHT_STRIPE;
         if (stripe.half >= p.halves || feature >= p.intermediate) continue;
         const moe_split split = p.lists.splits[unit / matrix.tiles];
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -442,7 +442,7 @@ void map_gradient(moe_launch *on, CUtensorMap *map, const moe_dw &d)
     const int64_t element = moe_type_bytes(d.gradient_type);
     const cuuint64_t hidden = (cuuint64_t)d.hidden, n = (cuuint64_t)d.intermediate,
                      experts = (cuuint64_t)d.experts, row = n * (cuuint64_t)element;
-    const cuuint32_t wide = (cuuint32_t)(SMOE_SUBTILE_ROW_BYTES / element);
+    const cuuint32_t wide = (cuuint32_t)(MOE_SUBTILE_ROW_BYTES / element);
     if (d.transposed) {
         const moe_w1 w1 = {d.gradient, d.experts, d.hidden, d.intermediate, d.halves, d.interleaved};
         const moe_w1_strides s = moe_strides_of_w1(&w1, element);
@@ -468,7 +468,7 @@ dw_params prepare(moe_launch *on, const moe_dw &d)
     const moe_subtiles features = {d.features,      features_of_stripes, d.rows, d.halves * half_bytes,
                                    d.halves / both, half_bytes};
     dw_params p = {};
-    moe_map_subtiles(on, &p.features, &features, SMOE_WEIGHT_STRIPE / SMOE_SUBTILE_COLUMNS);
+    moe_map_subtiles(on, &p.features, &features, MOE_WEIGHT_STRIPE / MOE_SUBTILE_COLUMNS);
     map_gradient(on, &p.gradient, d);
     p.tokens = d.tokens;
     p.weight_gradient = d.gradient;

@@ -38,41 +38,41 @@ template <> struct operands<dx_rows_params> {
     static constexpr bool HAS_BIAS = false, MAY_STAY = true;
     enum { STEP = 64 };
 
-    static SMOE_DEVICE int steps_of_half(const dx_rows_params &p)
+    static MOE_DEVICE int steps_of_half(const dx_rows_params &p)
     {
         return (p.intermediate + STEP - 1) / STEP;
     }
-    static SMOE_DEVICE int steps(const dx_rows_params &p)
+    static MOE_DEVICE int steps(const dx_rows_params &p)
     {
         return steps_of_half(p) * p.halves;
     }
-    static SMOE_DEVICE void prefetch(const dx_rows_params &p)
+    static MOE_DEVICE void prefetch(const dx_rows_params &p)
     {
         prefetch_map(&p.a);
         prefetch_map(&p.w1);
         prefetch_map(&p.y);
     }
-    static SMOE_DEVICE moe_work piece(const dx_rows_params &p, int i)
+    static MOE_DEVICE moe_work piece(const dx_rows_params &p, int i)
     {
         const int4 v = __ldg((const int4 *)(p.lists.pieces + i)); // moe_piece
         return moe_work_make(v.x, v.y, v.z);
     }
-    static SMOE_DEVICE void load_rows(const dx_rows_params &p, uint32_t to, uint32_t full, int k,
-                                      moe_work tile)
+    static MOE_DEVICE void load_rows(const dx_rows_params &p, uint32_t to, uint32_t full, int k,
+                                     moe_work tile)
     {
         const int half = k >= steps_of_half(p);
         load_box(to, &p.a, full, (k - half * steps_of_half(p)) * STEP, half, tile.row);
     }
     template <int COLUMNS>
-    static SMOE_DEVICE void load_weights(const dx_rows_params &p, uint32_t to, uint32_t full, int k,
-                                         moe_work tile, int column)
+    static MOE_DEVICE void load_weights(const dx_rows_params &p, uint32_t to, uint32_t full, int k,
+                                        moe_work tile, int column)
     {
         const int half = k >= steps_of_half(p), feature = (k - half * steps_of_half(p)) * STEP;
         const int expert = moe_work_expert(tile), first = p.first_column + column;
         if (!p.subtiles_apart)
-            return load_box(to, &p.w1, full, 0, feature, first / SMOE_SUBTILE_COLUMNS, half, expert);
-        for (int i = 0; i < COLUMNS / SMOE_SUBTILE_COLUMNS; i++)
-            load_box(to + i * SMOE_SUBTILE_BYTES, &p.w1, full, first + i * SMOE_SUBTILE_COLUMNS, feature, 0,
+            return load_box(to, &p.w1, full, 0, feature, first / MOE_SUBTILE_COLUMNS, half, expert);
+        for (int i = 0; i < COLUMNS / MOE_SUBTILE_COLUMNS; i++)
+            load_box(to + i * MOE_SUBTILE_BYTES, &p.w1, full, first + i * MOE_SUBTILE_COLUMNS, feature, 0,
                      half, expert);
     }
 };
@@ -88,34 +88,34 @@ template <> struct operands<dx_rows_lora_params> : operands<dx_rows_params> {
     using plain = operands<dx_rows_params>;
     static constexpr bool MAY_STAY = false;
 
-    static SMOE_DEVICE int steps(const dx_rows_lora_params &p)
+    static MOE_DEVICE int steps(const dx_rows_lora_params &p)
     {
         return plain::steps(p) + (p.rank + STEP - 1) / STEP;
     }
-    static SMOE_DEVICE void prefetch(const dx_rows_lora_params &p)
+    static MOE_DEVICE void prefetch(const dx_rows_lora_params &p)
     {
         plain::prefetch(p);
         prefetch_map(&p.q1);
         prefetch_map(&p.a1);
     }
-    static SMOE_DEVICE void load_rows(const dx_rows_lora_params &p, uint32_t to, uint32_t full, int k,
-                                      moe_work tile)
+    static MOE_DEVICE void load_rows(const dx_rows_lora_params &p, uint32_t to, uint32_t full, int k,
+                                     moe_work tile)
     {
         const int low = k - plain::steps(p);
         if (low < 0) return plain::load_rows(p, to, full, k, tile);
         load_box(to, &p.q1, full, low * STEP, tile.row);
     }
     template <int COLUMNS>
-    static SMOE_DEVICE void load_weights(const dx_rows_lora_params &p, uint32_t to, uint32_t full, int k,
-                                         moe_work tile, int column)
+    static MOE_DEVICE void load_weights(const dx_rows_lora_params &p, uint32_t to, uint32_t full, int k,
+                                        moe_work tile, int column)
     {
         const int low = k - plain::steps(p), expert = moe_work_expert(tile), first = p.first_column + column;
         if (low < 0) return plain::load_weights<COLUMNS>(p, to, full, k, tile, column);
         if (!p.subtiles_apart)
-            return load_box(to, &p.a1, full, 0, low * STEP, first / SMOE_SUBTILE_COLUMNS, expert);
-        for (int i = 0; i < COLUMNS / SMOE_SUBTILE_COLUMNS; i++)
-            load_box(to + i * SMOE_SUBTILE_BYTES, &p.a1, full, first + i * SMOE_SUBTILE_COLUMNS, low * STEP,
-                     0, expert);
+            return load_box(to, &p.a1, full, 0, low * STEP, first / MOE_SUBTILE_COLUMNS, expert);
+        for (int i = 0; i < COLUMNS / MOE_SUBTILE_COLUMNS; i++)
+            load_box(to + i * MOE_SUBTILE_BYTES, &p.a1, full, first + i * MOE_SUBTILE_COLUMNS, low * STEP, 0,
+                     expert);
     }
 };
 
@@ -141,7 +141,7 @@ void map_lora(moe_launch *on, dx_rows_lora_params *p, const moe_dx_rows &d, cons
     const moe_subtiles a1 = {d.lora.factor, d.hidden,  d.lora.rank,
                              row_bytes,     d.experts, d.lora.rank * row_bytes};
     moe_map_matrix(on, &p->q1, d.lora.low, d.rows, d.lora.rank, core.rows);
-    moe_map_subtiles(on, &p->a1, &a1, core.columns / SMOE_SUBTILE_COLUMNS);
+    moe_map_subtiles(on, &p->a1, &a1, core.columns / MOE_SUBTILE_COLUMNS);
     p->rank = (int32_t)d.lora.rank;
 }
 
@@ -151,7 +151,7 @@ dx_rows_lora_params prepare(moe_launch *on, const moe_dx_rows &d, moe_gemm kind)
     const gemm_core core = core_of(kind);
     dx_rows_lora_params p = {};
     moe_map_halves(on, &p.a, d.dh, d.rows, d.halves, d.row_width, core.rows);
-    moe_map_w1_subtiles(on, &p.w1, &w1, core.columns / SMOE_SUBTILE_COLUMNS);
+    moe_map_w1_subtiles(on, &p.w1, &w1, core.columns / MOE_SUBTILE_COLUMNS);
     map_result(on, &p.y, kind, steps_of(d), d.dx, d.rows, d.columns);
     p.block_offsets = d.block_offsets;
     p.block_stride = d.block_stride;

@@ -15,8 +15,8 @@ struct bulk_copies {
     enum { SLOTS = 5, ARRIVALS = 1 };
 
     // `bytes` of each row, from byte `from` on.
-    static SMOE_DEVICE void copy(uint32_t slot, const weight_rows &rows, int64_t from, uint32_t bytes,
-                                 uint32_t barrier)
+    static MOE_DEVICE void copy(uint32_t slot, const weight_rows &rows, int64_t from, uint32_t bytes,
+                                uint32_t barrier)
     {
         if (!elect_lane()) return;
         const char *first = rows.first + from, *second = rows.second + from;
@@ -25,11 +25,11 @@ struct bulk_copies {
             load_bytes(slot + (i + 8) * ROW_BYTES, second, bytes, barrier);
         }
     }
-    static SMOE_DEVICE void publish(uint32_t barrier, uint32_t bytes)
+    static MOE_DEVICE void publish(uint32_t barrier, uint32_t bytes)
     {
         if (elect_lane()) barrier_expect(barrier, bytes);
     }
-    static SMOE_DEVICE void publish(uint32_t barrier)
+    static MOE_DEVICE void publish(uint32_t barrier)
     {
         if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
     }

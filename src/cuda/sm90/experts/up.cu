@@ -63,7 +63,7 @@ enum {
     LOADERS = 64,
     ROWS_A_LOADER = TILE_ROWS / (LOADERS / 8), // eight threads copy the 128 bytes of a row
     ACTIVATED = STAGING_END,                   // a subtile of A for each store warp
-    BARRIERS = ACTIVATED + 2 * SMOE_SUBTILE_BYTES,
+    BARRIERS = ACTIVATED + 2 * MOE_SUBTILE_BYTES,
     FEED = BARRIERS + 8 * (2 * NARROW_SLOTS + 2 * BUFFERS),
     SHARED_BYTES = FEED + feed::BYTES
 };
@@ -71,16 +71,16 @@ static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
 static_assert(FEED % 16 == 0, "items are 16 bytes");
 
 // Of a tile: columns, and staging buffers of a consumer.
-template <bool NARROW> SMOE_DEVICE constexpr int columns_of()
+template <bool NARROW> MOE_DEVICE constexpr int columns_of()
 {
     return NARROW ? NARROW_COLUMNS : TILE_COLUMNS;
 }
-template <bool NARROW> SMOE_DEVICE constexpr int slots_of()
+template <bool NARROW> MOE_DEVICE constexpr int slots_of()
 {
     return NARROW ? NARROW_SLOTS : SLOTS;
 }
 template <bool NARROW> using layout = ring_layout<slots_of<NARROW>()>;
-template <bool NARROW> SMOE_DEVICE constexpr int halves_of()
+template <bool NARROW> MOE_DEVICE constexpr int halves_of()
 {
     return NARROW ? 1 : 2;
 }
@@ -88,7 +88,7 @@ template <bool NARROW> SMOE_DEVICE constexpr int halves_of()
 // Eight lanes copy the same rows row0 + 8 i of a tile, i < 16, one vector each. Lane `vector` of the eight
 // reads the tokens of rows i = 2 vector and 2 vector + 1. If the tile has no second block, its rows have no
 // tokens.
-SMOE_DEVICE int2 read_tokens(const up_params &p, moe_work tile, int row0, int vector)
+MOE_DEVICE int2 read_tokens(const up_params &p, moe_work tile, int row0, int vector)
 {
     if (vector >= 4 && moe_work_blocks(tile) == 1) return {-1, -1};
     const int32_t *rows = p.row_token + tile.row + row0 + 16 * vector;
@@ -97,11 +97,11 @@ SMOE_DEVICE int2 read_tokens(const up_params &p, moe_work tile, int row0, int ve
 
 // The steps of LoRA, which follow those of K: 64 columns of P1 and of B1.
 template <bool NARROW>
-SMOE_DEVICE void load_low_rank(const up_params &p, const layout<NARROW> &shared,
-                               ring_position<slots_of<NARROW>()> &ring, work_item now, int group, uint32_t to)
+MOE_DEVICE void load_low_rank(const up_params &p, const layout<NARROW> &shared,
+                              ring_position<slots_of<NARROW>()> &ring, work_item now, int group, uint32_t to)
 {
     const int thread = threadIdx.x - 256, vector = thread & 7, row0 = thread >> 3;
-    const int rows = moe_work_blocks(now.tile) * SMOE_BLOCK_ROWS;
+    const int rows = moe_work_blocks(now.tile) * MOE_BLOCK_ROWS;
     for (int k = 0; k < p.rank; k += STEP) {
         barrier_wait(shared.empty(ring.slot), ring.phase);
         const uint32_t slot = shared.slot(ring.slot), full = shared.full(ring.slot);
@@ -115,7 +115,7 @@ SMOE_DEVICE void load_low_rank(const up_params &p, const layout<NARROW> &shared,
             const int row = row0 + 8 * i;
             const bool real = row < rows && column < p.rank;
             const int64_t element = (int64_t)(now.tile.row + row) * p.rank + column;
-            copy16_async_if(real, slot + to + i * 8 * SMOE_SUBTILE_ROW_BYTES,
+            copy16_async_if(real, slot + to + i * 8 * MOE_SUBTILE_ROW_BYTES,
                             (const char *)p.p1 + (real ? element * 2 : 0));
         }
         barrier_arrive_after_copies(full);
@@ -125,7 +125,7 @@ SMOE_DEVICE void load_low_rank(const up_params &p, const layout<NARROW> &shared,
 
 // steps: of K, without those of LoRA.
 template <bool NARROW, bool LORA>
-SMOE_DEVICE void load_tiles(const up_params &p, const layout<NARROW> &shared, feed items, int steps)
+MOE_DEVICE void load_tiles(const up_params &p, const layout<NARROW> &shared, feed items, int steps)
 {
     const int thread = threadIdx.x - 256, vector = thread & 7, row0 = thread >> 3;
     const uint32_t to = moe_subtile_offset(row0, vector), row_bytes = (uint32_t)p.hidden * 2;
@@ -163,7 +163,7 @@ SMOE_DEVICE void load_tiles(const up_params &p, const layout<NARROW> &shared, fe
                 const uint32_t wanted = k * STEP + vector * 8 < p.hidden ? real : 0;
 #pragma unroll
                 for (int i = 0; i < ROWS_A_LOADER; i++)
-                    copy16_async_if(wanted & 1u << i, slot + to + i * 8 * SMOE_SUBTILE_ROW_BYTES, from[i]);
+                    copy16_async_if(wanted & 1u << i, slot + to + i * 8 * MOE_SUBTILE_ROW_BYTES, from[i]);
                 barrier_arrive_after_copies(full);
 #pragma unroll
                 for (int i = 0; i < ROWS_A_LOADER; i++) from[i] = advance_by_adds(from[i], STEP * 2);
@@ -190,10 +190,10 @@ SMOE_DEVICE void load_tiles(const up_params &p, const layout<NARROW> &shared, fe
 // Activates a subtile of H that is in staging at `subtile` (gated: with the up subtile behind it), and stores
 // A.
 template <typename T>
-SMOE_DEVICE void store_activated(const up_params &p, uint32_t subtile, uint32_t out, int feature, int row,
-                                 int lane)
+MOE_DEVICE void store_activated(const up_params &p, uint32_t subtile, uint32_t out, int feature, int row,
+                                int lane)
 {
-    activate_subtile<T>(p.activation, p.values, subtile, subtile + SMOE_SUBTILE_BYTES, out, lane);
+    activate_subtile<T>(p.activation, p.values, subtile, subtile + MOE_SUBTILE_BYTES, out, lane);
     fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
@@ -204,10 +204,10 @@ SMOE_DEVICE void store_activated(const up_params &p, uint32_t subtile, uint32_t 
 
 // A store warp stores its consumer's buffers, one after the other.
 template <typename T, bool NARROW>
-SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const layout<NARROW> &shared,
-                             feed items, int consumer, int lane)
+MOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const layout<NARROW> &shared,
+                            feed items, int consumer, int lane)
 {
-    const uint32_t out = shared.base + ACTIVATED + consumer * SMOE_SUBTILE_BYTES;
+    const uint32_t out = shared.base + ACTIVATED + consumer * MOE_SUBTILE_BYTES;
     const int buffer_features = p.gated ? 64 : 128;
     uint32_t count = 0;
     const bool claims = consumer == 0 && lane == 0;
@@ -220,7 +220,7 @@ SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const 
         const moe_work tile = item.tile;
         if (consumer >= moe_work_blocks(tile)) continue;
         if (claims) items.claim(t, queue);
-        const int row = tile.row + consumer * SMOE_BLOCK_ROWS;
+        const int row = tile.row + consumer * MOE_BLOCK_ROWS;
         for (int half = 0; half < halves_of<NARROW>(); half++) {
             const uint32_t buffer = consumer * 2 + half, subtile = shared.buffer(buffer);
             const int feature = (item.column * 2 + half) * buffer_features;
@@ -228,16 +228,16 @@ SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const 
             if (p.store_h && lane == 0) {
                 store_box(&p.h, subtile, feature, 0, row);
                 if (p.gated)
-                    store_box(&p.h, subtile + SMOE_SUBTILE_BYTES, feature, 1, row);
+                    store_box(&p.h, subtile + MOE_SUBTILE_BYTES, feature, 1, row);
                 else
-                    store_box(&p.h, subtile + SMOE_SUBTILE_BYTES, feature + 64, 0, row);
+                    store_box(&p.h, subtile + MOE_SUBTILE_BYTES, feature + 64, 0, row);
             }
             if (lane == 0) commit_stores();
             if (feature < p.intermediate) store_activated<T>(p, subtile, out, feature, row, lane);
             if (!p.gated && feature + 64 < p.intermediate) {
                 if (lane == 0) wait_stores_read<0>(); // the store of the first subtile has read `out`
                 __syncwarp();
-                store_activated<T>(p, subtile + SMOE_SUBTILE_BYTES, out, feature + 64, row, lane);
+                store_activated<T>(p, subtile + MOE_SUBTILE_BYTES, out, feature + 64, row, lane);
             }
             if (lane == 0) {
                 wait_stores_read<0>();
@@ -253,7 +253,7 @@ SMOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const 
 
 // Adds b1 to one half of the accumulators.
 template <typename T>
-SMOE_DEVICE void add_bias(float *acc, const up_params &p, int expert, int column_tile, int half, int lane)
+MOE_DEVICE void add_bias(float *acc, const up_params &p, int expert, int column_tile, int half, int lane)
 {
     const int n = p.intermediate, feature_step = p.gated && p.interleaved ? 2 : 1;
     const int up_step = p.gated ? p.interleaved ? 1 : n : 0;
@@ -273,8 +273,8 @@ SMOE_DEVICE void add_bias(float *acc, const up_params &p, int expert, int column
 }
 
 template <typename T, bool NARROW>
-SMOE_DEVICE void multiply_tiles(const up_params &p, const layout<NARROW> &shared, feed items, int steps,
-                                int consumer, int lane)
+MOE_DEVICE void multiply_tiles(const up_params &p, const layout<NARROW> &shared, feed items, int steps,
+                               int consumer, int lane)
 {
     ring_position<slots_of<NARROW>()> ring(0);
     const release_slot done = {shared, lane};
@@ -338,8 +338,8 @@ up_params prepare(moe_launch *on, const moe_up &u)
     const moe_w1 w1 = {u.w1, u.experts, u.hidden, u.intermediate, halves, u.interleaved};
     up_params p = {};
     moe_map_w1(on, &p.w1, &w1, is_narrow(u) ? NARROW_COLUMNS : TILE_COLUMNS);
-    if (u.h) moe_map_halves(on, &p.h, u.h, u.rows, halves, u.intermediate, SMOE_BLOCK_ROWS);
-    moe_map_matrix(on, &p.a, u.a, u.rows, u.intermediate, SMOE_BLOCK_ROWS);
+    if (u.h) moe_map_halves(on, &p.h, u.h, u.rows, halves, u.intermediate, MOE_BLOCK_ROWS);
+    moe_map_matrix(on, &p.a, u.a, u.rows, u.intermediate, MOE_BLOCK_ROWS);
     p.x = u.x;
     p.bias = u.b1;
     p.row_token = u.row_token;

@@ -8,7 +8,7 @@ namespace moe
 {
 
 template <class T>
-SMOE_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T)
+MOE_DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T)
 {
     struct fragment {
         float a[4][2], b[2][2];

@@ -5,22 +5,22 @@
 namespace moe
 {
 
-SMOE_DEVICE float to_float(__nv_bfloat16 v)
+MOE_DEVICE float to_float(__nv_bfloat16 v)
 {
     return __bfloat162float(v);
 }
 
-SMOE_DEVICE float to_float(__half v)
+MOE_DEVICE float to_float(__half v)
 {
     return __half2float(v);
 }
 
-SMOE_DEVICE void convert(float v, __nv_bfloat16 &to)
+MOE_DEVICE void convert(float v, __nv_bfloat16 &to)
 {
     to = __float2bfloat16_rn(v);
 }
 
-SMOE_DEVICE void convert(float v, __half &to)
+MOE_DEVICE void convert(float v, __half &to)
 {
     to = __float2half_rn(v);
 }

@@ -6,33 +6,33 @@
 namespace moe
 {
 
-SMOE_DEVICE uint64_t load_acquire(const uint64_t *from)
+MOE_DEVICE uint64_t load_acquire(const uint64_t *from)
 {
     return *(const volatile uint64_t *)from;
 }
 
-SMOE_DEVICE void store_release(uint64_t *to, uint64_t v)
+MOE_DEVICE void store_release(uint64_t *to, uint64_t v)
 {
     *to = v;
 }
 
-SMOE_DEVICE uint32_t load_now(const uint32_t *from)
+MOE_DEVICE uint32_t load_now(const uint32_t *from)
 {
     return *(const volatile uint32_t *)from;
 }
 
-SMOE_DEVICE uint32_t exchange(uint32_t *word, uint32_t v)
+MOE_DEVICE uint32_t exchange(uint32_t *word, uint32_t v)
 {
     const uint32_t before = *word;
     *word = v;
     return before;
 }
 
-SMOE_DEVICE void fence_system()
+MOE_DEVICE void fence_system()
 {
 }
 
-SMOE_DEVICE uint64_t nanoseconds()
+MOE_DEVICE uint64_t nanoseconds()
 {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

@@ -6,28 +6,28 @@
 namespace moe
 {
 
-SMOE_DEVICE void wgmma_fence()
+MOE_DEVICE void wgmma_fence()
 {
     __syncwarp();
 }
 
-SMOE_DEVICE void wgmma_commit()
+MOE_DEVICE void wgmma_commit()
 {
     emulator::current->multiplies.commit();
 }
 
-template <int PENDING> SMOE_DEVICE void wgmma_wait()
+template <int PENDING> MOE_DEVICE void wgmma_wait()
 {
     emulator::current->multiplies.wait(PENDING);
     __syncwarp();
 }
 
-template <int COUNT> SMOE_DEVICE void pin(float (&)[COUNT])
+template <int COUNT> MOE_DEVICE void pin(float (&)[COUNT])
 {
 }
 
 // Address of element (row of A or column of B, k) of an operand.
-SMOE_DEVICE uint32_t element_address(uint64_t descriptor, operand_order order, int mn, int k)
+MOE_DEVICE uint32_t element_address(uint64_t descriptor, operand_order order, int mn, int k)
 {
     const uint32_t base = (uint32_t)(descriptor & 0x3FFF) << 4,
                    leading = (uint32_t)(descriptor >> 16 & 0x3FFF) << 4;

@@ -5,16 +5,16 @@
 namespace moe
 {
 
-SMOE_DEVICE void barrier_init(uint32_t barrier, uint32_t arrivals)
+MOE_DEVICE void barrier_init(uint32_t barrier, uint32_t arrivals)
 {
     emulator::barrier_at(barrier) = {(int)arrivals, (int)arrivals, 0, 0};
 }
 
-SMOE_DEVICE void barrier_init_done()
+MOE_DEVICE void barrier_init_done()
 {
 }
 
-SMOE_DEVICE void barrier_arrive(uint32_t barrier)
+MOE_DEVICE void barrier_arrive(uint32_t barrier)
 {
     emulator::barrier &b = emulator::barrier_at(barrier);
     if (--b.pending < 0) {
@@ -24,19 +24,19 @@ SMOE_DEVICE void barrier_arrive(uint32_t barrier)
     emulator::settle(b);
 }
 
-SMOE_DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes)
+MOE_DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes)
 {
     emulator::barrier_at(barrier).bytes += bytes;
     barrier_arrive(barrier);
 }
 
-SMOE_DEVICE void barrier_arrive_after_copies(uint32_t barrier)
+MOE_DEVICE void barrier_arrive_after_copies(uint32_t barrier)
 {
     emulator::land_copies(0, true);
     barrier_arrive(barrier);
 }
 
-template <bool SAFE = true> SMOE_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity)
+template <bool SAFE = true> MOE_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity)
 {
     const emulator::barrier &b = emulator::barrier_at(barrier);
     while ((b.phase & 1) == parity) emulator::wait_for_change(b.phase);

@@ -5,18 +5,18 @@
 namespace moe
 {
 
-SMOE_DEVICE bool elect_lane()
+MOE_DEVICE bool elect_lane()
 {
     __syncwarp();
     return (threadIdx.x & 31) == 0;
 }
 
-SMOE_DEVICE void prefetch_map(const CUtensorMap *)
+MOE_DEVICE void prefetch_map(const CUtensorMap *)
 {
 }
 
 template <class... Coordinates>
-SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, Coordinates... x)
+MOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier, Coordinates... x)
 {
     emulator::later([=] {
         const int coordinates[] = {x...};
@@ -26,7 +26,7 @@ SMOE_DEVICE void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
     });
 }
 
-SMOE_DEVICE void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
+MOE_DEVICE void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
 {
     if (to % 16 || (uintptr_t)from % 16 || bytes % 16 || to + bytes > emulator::SHARED_BYTES) abort();
     emulator::later([=] {
@@ -39,7 +39,7 @@ SMOE_DEVICE void load_bytes(uint32_t to, const void *from, uint32_t bytes, uint3
 }
 
 template <class... Coordinates>
-SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, Coordinates... x)
+MOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, Coordinates... x)
 {
     emulator::check_box(map, from);
     emulator::current->stores.add([=] {
@@ -49,13 +49,13 @@ SMOE_DEVICE void store_box(const CUtensorMap *map, uint32_t from, Coordinates...
 }
 
 template <class... Coordinates>
-SMOE_DEVICE void store_box_evict_first(const CUtensorMap *map, uint32_t from, Coordinates... x)
+MOE_DEVICE void store_box_evict_first(const CUtensorMap *map, uint32_t from, Coordinates... x)
 {
     store_box(map, from, x...);
 }
 
 template <class... Coordinates>
-SMOE_DEVICE void add_box(const CUtensorMap *map, uint32_t from, Coordinates... x)
+MOE_DEVICE void add_box(const CUtensorMap *map, uint32_t from, Coordinates... x)
 {
     emulator::check_box(map, from);
     emulator::current->stores.add([=] {
@@ -64,17 +64,17 @@ SMOE_DEVICE void add_box(const CUtensorMap *map, uint32_t from, Coordinates... x
     });
 }
 
-SMOE_DEVICE void commit_stores()
+MOE_DEVICE void commit_stores()
 {
     emulator::current->stores.commit();
 }
 
-template <int PENDING> SMOE_DEVICE void wait_stores_read()
+template <int PENDING> MOE_DEVICE void wait_stores_read()
 {
     emulator::current->stores.wait(PENDING);
 }
 
-SMOE_DEVICE void wait_stores_done()
+MOE_DEVICE void wait_stores_done()
 {
     emulator::current->stores.wait(0);
 }
