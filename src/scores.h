@@ -24,13 +24,9 @@
 #ifndef MOE_SCORES_H
 #define MOE_SCORES_H
 
-#include <smoe.h>
+#include "host_device.h"
 
-#ifdef __CUDACC__
-#define MOE_HOST_DEVICE __host__ __device__ static inline
-#else
-#define MOE_HOST_DEVICE static inline
-#endif
+#include <smoe.h>
 
 #define MOE_SCORES(X)                                                                                        \
     X(SMOE_SCORE_SOFTMAX_TOPK, "softmax-topk", "softmax", softmax, all, plain)                               \

@@ -4,7 +4,7 @@
 #ifndef SMOE_CUDA_SWIZZLE_H
 #define SMOE_CUDA_SWIZZLE_H
 
-#include "common/hd.h"
+#include "host_device.h"
 
 enum {
     MOE_SUBTILE_COLUMNS = 64,
@@ -13,7 +13,7 @@ enum {
 };
 
 /* Byte of vector `vector` (0..7) of row `row`. */
-MOE_HD uint32_t moe_subtile_offset(uint32_t row, uint32_t vector)
+MOE_HOST_DEVICE uint32_t moe_subtile_offset(uint32_t row, uint32_t vector)
 {
     return row * MOE_SUBTILE_ROW_BYTES + ((vector ^ (row & 7)) << 4);
 }
@@ -23,18 +23,18 @@ MOE_HD uint32_t moe_subtile_offset(uint32_t row, uint32_t vector)
  * of the tile (128 columns, 16 octets; a narrow tile has only half 0) fills one staging buffer of two
  * subtiles: with a gate, a gate and an up subtile of 64 features; without, two subtiles of 64 columns. Octet
  * b of the half goes to this subtile and vector. */
-MOE_HD uint32_t moe_octet_subtile(uint32_t octet, int gated)
+MOE_HOST_DEVICE uint32_t moe_octet_subtile(uint32_t octet, int gated)
 {
     return gated ? octet & 1 : octet >> 3;
 }
 
-MOE_HD uint32_t moe_octet_vector(uint32_t octet, int gated)
+MOE_HOST_DEVICE uint32_t moe_octet_vector(uint32_t octet, int gated)
 {
     return gated ? octet >> 1 : octet & 7;
 }
 
 /* First feature (gated) or column (plain) of octet b of half h of column tile `tile`. */
-MOE_HD uint32_t moe_octet_feature(uint32_t tile, uint32_t half, uint32_t octet, int gated)
+MOE_HOST_DEVICE uint32_t moe_octet_feature(uint32_t tile, uint32_t half, uint32_t octet, int gated)
 {
     return gated ? tile * 128 + half * 64 + (octet >> 1) * 8 : tile * 256 + half * 128 + octet * 8;
 }

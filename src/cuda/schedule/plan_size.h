@@ -17,13 +17,13 @@ enum {
     MOE_PLAN_SUMMED_CELLS = 65536,  /* 128 KB, read by every CTA */
 };
 
-MOE_HD int32_t moe_plan_padded_experts(int32_t experts)
+MOE_HOST_DEVICE int32_t moe_plan_padded_experts(int32_t experts)
 {
     return (experts + 7) / 8 * 8;
 }
 
 /* Quads of a token. */
-MOE_HD int32_t moe_plan_quads(int32_t topk)
+MOE_HOST_DEVICE int32_t moe_plan_quads(int32_t topk)
 {
     return (topk + 3) / 4;
 }
@@ -49,7 +49,7 @@ typedef struct moe_plan_shared {
     uint32_t end;
 } moe_plan_shared;
 
-MOE_HD moe_plan_shared moe_plan_shared_of(int32_t segment, int32_t experts, int32_t topk)
+MOE_HOST_DEVICE moe_plan_shared moe_plan_shared_of(int32_t segment, int32_t experts, int32_t topk)
 {
     const uint32_t e = (uint32_t)moe_plan_padded_experts(experts), groups = (uint32_t)segment / 32;
     const uint32_t pairs = (uint32_t)(segment * topk);
@@ -72,14 +72,15 @@ MOE_HD moe_plan_shared moe_plan_shared_of(int32_t segment, int32_t experts, int3
 }
 
 /* May a segment have this many tokens? shared_bytes: the most shared memory of a CTA. */
-MOE_HD int moe_plan_segment_fits(int32_t segment, int32_t experts, int32_t topk, int32_t shared_bytes)
+MOE_HOST_DEVICE int moe_plan_segment_fits(int32_t segment, int32_t experts, int32_t topk,
+                                          int32_t shared_bytes)
 {
     return segment <= MOE_PLAN_SEGMENT && segment * moe_plan_quads(topk) * 4 <= MOE_PLAN_PAIRS &&
            moe_plan_shared_of(segment, experts, topk).end <= (uint32_t)shared_bytes;
 }
 
 /* Tokens of a segment; at least 32, even if they do not fit. */
-MOE_HD int32_t moe_plan_segment(int64_t tokens, int32_t experts, int32_t topk, int32_t shared_bytes)
+MOE_HOST_DEVICE int32_t moe_plan_segment(int64_t tokens, int32_t experts, int32_t topk, int32_t shared_bytes)
 {
     int32_t segment = tokens > MOE_PLAN_FEW_TOKENS ? MOE_PLAN_SEGMENT : MOE_PLAN_SMALL_SEGMENT;
     while (segment > 32 && !moe_plan_segment_fits(segment, experts, topk, shared_bytes)) segment /= 2;
@@ -87,7 +88,7 @@ MOE_HD int32_t moe_plan_segment(int64_t tokens, int32_t experts, int32_t topk, i
 }
 
 /* Does every CTA sum the matrix itself? */
-MOE_HD int moe_plan_is_summed(int64_t tokens, int32_t experts, int32_t segment)
+MOE_HOST_DEVICE int moe_plan_is_summed(int64_t tokens, int32_t experts, int32_t segment)
 {
     return tokens <= MOE_PLAN_SUMMED_TOKENS &&
            moe_divide_up(tokens, segment) * moe_plan_padded_experts(experts) <= MOE_PLAN_SUMMED_CELLS;
@@ -95,7 +96,7 @@ MOE_HD int moe_plan_is_summed(int64_t tokens, int32_t experts, int32_t segment)
 
 /* The number of CTAs of the plan from given rows. Each warp writes one block at a time. There are at most as
  * many CTAs as SMs. */
-MOE_HD int32_t moe_plan_rows_ctas(int64_t padded_rows, int32_t sms)
+MOE_HOST_DEVICE int32_t moe_plan_rows_ctas(int64_t padded_rows, int32_t sms)
 {
     const int64_t wanted = moe_divide_up(padded_rows, (int64_t)MOE_PLAN_THREADS / 32 * MOE_BLOCK_ROWS);
     return (int32_t)(wanted < 1 ? 1 : wanted > sms ? sms : wanted);
@@ -107,12 +108,12 @@ MOE_HD int32_t moe_plan_rows_ctas(int64_t padded_rows, int32_t sms)
 
 enum { MOE_PLAN_NO_ID = 0x7fff, MOE_PLAN_REPEATED = 0x4000 };
 
-MOE_HD uint32_t moe_plan_lower(uint32_t id, uint32_t two_entries)
+MOE_HOST_DEVICE uint32_t moe_plan_lower(uint32_t id, uint32_t two_entries)
 {
     return ((((id + 0x7fff) * 0x00010001u) - two_entries) >> 15) & 0x00010001u;
 }
 
-MOE_HD uint32_t moe_plan_both(uint32_t counts)
+MOE_HOST_DEVICE uint32_t moe_plan_both(uint32_t counts)
 {
     return (counts & 0xffff) + (counts >> 16);
 }

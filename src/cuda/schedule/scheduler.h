@@ -6,7 +6,7 @@
 #ifndef SMOE_CUDA_SCHEDULER_H
 #define SMOE_CUDA_SCHEDULER_H
 
-#include "common/hd.h"
+#include "host_device.h"
 #include "problem.h"
 
 enum { MOE_TILE_BLOCKS = 2 };
@@ -16,37 +16,37 @@ typedef struct moe_work {
     int32_t what; /* expert in the low 12 bits, blocks above them */
 } moe_work;
 
-MOE_HD moe_work moe_work_make(int32_t row, int32_t expert, int32_t blocks)
+MOE_HOST_DEVICE moe_work moe_work_make(int32_t row, int32_t expert, int32_t blocks)
 {
     const moe_work work = {row, (int32_t)(expert | blocks << 12)};
     return work;
 }
 
-MOE_HD int32_t moe_work_expert(moe_work work)
+MOE_HOST_DEVICE int32_t moe_work_expert(moe_work work)
 {
     return work.what & 4095;
 }
 
-MOE_HD int32_t moe_work_blocks(moe_work work)
+MOE_HOST_DEVICE int32_t moe_work_blocks(moe_work work)
 {
     return work.what >> 12;
 }
 
-MOE_HD int64_t moe_divide_up(int64_t a, int64_t b)
+MOE_HOST_DEVICE int64_t moe_divide_up(int64_t a, int64_t b)
 {
     return (a + b - 1) / b;
 }
 
 /* The `blocks` blocks of an expert are cut into `entries` entries, as equal as possible, the longer ones
  * first. Returns the first block of entry `i`. */
-MOE_HD int32_t moe_cut(int32_t blocks, int32_t entries, int32_t i)
+MOE_HOST_DEVICE int32_t moe_cut(int32_t blocks, int32_t entries, int32_t i)
 {
     const int32_t each = blocks / entries, longer = blocks % entries;
     return i * each + (i < longer ? i : longer);
 }
 
 /* A bound on the number of entries that any routing of `rows` rows makes with this limit. */
-MOE_HD int64_t moe_work_bound(int64_t padded_rows, int64_t experts, int32_t limit)
+MOE_HOST_DEVICE int64_t moe_work_bound(int64_t padded_rows, int64_t experts, int32_t limit)
 {
     return padded_rows / MOE_BLOCK_ROWS / limit + experts + 1;
 }
@@ -54,7 +54,7 @@ MOE_HD int64_t moe_work_bound(int64_t padded_rows, int64_t experts, int32_t limi
 /* The limit of the pieces. Under even routing a piece is a whole expert, so that weights are loaded once for
  * each expert. An expert more than a quarter above the mean is cut, so that skewed routing is still spread
  * over the CTAs. */
-MOE_HD int32_t moe_piece_limit(int64_t rows, int64_t experts)
+MOE_HOST_DEVICE int32_t moe_piece_limit(int64_t rows, int64_t experts)
 {
     const int64_t blocks = moe_divide_up(rows * 5, experts * 4 * MOE_BLOCK_ROWS);
     return (int32_t)(blocks < 16 ? 16 : blocks > 4096 ? 4096 : blocks);
@@ -62,12 +62,12 @@ MOE_HD int32_t moe_piece_limit(int64_t rows, int64_t experts)
 
 /* ---- Exact division of small numbers by one factor: i / divisor for i divisor < 2^24 ---- */
 
-MOE_HD uint32_t moe_reciprocal(uint32_t divisor)
+MOE_HOST_DEVICE uint32_t moe_reciprocal(uint32_t divisor)
 {
     return ((1u << 24) + divisor - 1) / divisor;
 }
 
-MOE_HD uint32_t moe_divide(uint32_t i, uint32_t reciprocal)
+MOE_HOST_DEVICE uint32_t moe_divide(uint32_t i, uint32_t reciprocal)
 {
     return (uint32_t)((uint64_t)i * reciprocal >> 24);
 }
@@ -95,7 +95,7 @@ typedef struct moe_split {
 } moe_split;
 
 /* The most blocks of a piece: a CTA's share of the work of `blocks` blocks times `tiles` tiles. */
-MOE_HD int32_t moe_split_limit(int64_t blocks, int32_t tiles, int32_t ctas)
+MOE_HOST_DEVICE int32_t moe_split_limit(int64_t blocks, int32_t tiles, int32_t ctas)
 {
     const int64_t share = moe_divide_up(blocks * tiles, ctas);
     return (int32_t)(share < MOE_LEAST_SPLIT  ? MOE_LEAST_SPLIT

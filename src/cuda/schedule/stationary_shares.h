@@ -22,21 +22,21 @@ typedef struct moe_whole_units {
     int32_t waves, blocks;
 } moe_whole_units;
 
-MOE_HD int32_t moe_stationary_blocks(const moe_stationary_units *units)
+MOE_HOST_DEVICE int32_t moe_stationary_blocks(const moe_stationary_units *units)
 {
     return units->before[units->pieces] * units->column_tiles;
 }
 
 /* CTA `cta`'s equal share of all blocks. */
-MOE_HD int32_t moe_equal_share(const moe_stationary_units *units, int32_t cta)
+MOE_HOST_DEVICE int32_t moe_equal_share(const moe_stationary_units *units, int32_t cta)
 {
     const int32_t blocks = moe_stationary_blocks(units);
     return moe_cut(blocks, units->ctas, cta + 1) - moe_cut(blocks, units->ctas, cta);
 }
 
 /* The most waves, but not more than `waves`, in which CTA `cta` has at most `most` blocks. */
-MOE_HD moe_whole_units moe_waves_within(const moe_stationary_units *units, int32_t cta, int32_t waves,
-                                        int32_t most)
+MOE_HOST_DEVICE moe_whole_units moe_waves_within(const moe_stationary_units *units, int32_t cta,
+                                                 int32_t waves, int32_t most)
 {
     const int32_t tiles = units->column_tiles, columns = units->ctas % tiles;
     int32_t piece = cta / tiles, column = cta % tiles;
@@ -57,7 +57,7 @@ MOE_HD moe_whole_units moe_waves_within(const moe_stationary_units *units, int32
 }
 
 /* The blocks of the units before unit `unit`. */
-MOE_HD int32_t moe_blocks_before(const moe_stationary_units *units, int32_t unit)
+MOE_HOST_DEVICE int32_t moe_blocks_before(const moe_stationary_units *units, int32_t unit)
 {
     const int32_t piece = unit / units->column_tiles, column = unit % units->column_tiles;
     const int32_t before = units->before[piece] * units->column_tiles;
@@ -70,7 +70,8 @@ typedef struct moe_share {
 } moe_share;
 
 /* Whether block `at` of the blocks of all units is in piece `piece`; then *share begins there. */
-MOE_HD int moe_share_begins(const moe_stationary_units *units, int32_t piece, int32_t at, moe_share *share)
+MOE_HOST_DEVICE int moe_share_begins(const moe_stationary_units *units, int32_t piece, int32_t at,
+                                     moe_share *share)
 {
     const int32_t tiles = units->column_tiles, before = units->before[piece] * tiles;
     const int32_t blocks = units->before[piece + 1] - units->before[piece];

@@ -20,12 +20,12 @@ enum {
 };
 
 /* The gate half and the up half of a row of H are neighbours, and together one stripe. */
-MOE_HD int moe_halves_share_stripe(int32_t intermediate, int32_t halves)
+MOE_HOST_DEVICE int moe_halves_share_stripe(int32_t intermediate, int32_t halves)
 {
     return halves == 2 && intermediate == MOE_SHARED_STRIPE_HALF;
 }
 
-MOE_HD int32_t moe_stripes_of_half(int32_t intermediate)
+MOE_HOST_DEVICE int32_t moe_stripes_of_half(int32_t intermediate)
 {
     return (intermediate + MOE_WEIGHT_STRIPE - 1) / MOE_WEIGHT_STRIPE;
 }
@@ -35,12 +35,12 @@ typedef struct moe_weight_grid {
     int32_t hidden_tiles, feature_tiles, tall;
 } moe_weight_grid;
 
-MOE_HD int32_t moe_grid_tiles(moe_weight_grid grid)
+MOE_HOST_DEVICE int32_t moe_grid_tiles(moe_weight_grid grid)
 {
     return grid.hidden_tiles * grid.feature_tiles;
 }
 
-MOE_HD moe_weight_grid moe_weight_grid_of(int32_t hidden, int32_t intermediate, int32_t halves)
+MOE_HOST_DEVICE moe_weight_grid moe_weight_grid_of(int32_t hidden, int32_t intermediate, int32_t halves)
 {
     const int shared = moe_halves_share_stripe(intermediate, halves);
     const int32_t stripes = shared ? 1 : moe_stripes_of_half(intermediate) * halves;
@@ -53,7 +53,7 @@ MOE_HD moe_weight_grid moe_weight_grid_of(int32_t hidden, int32_t intermediate, 
  * side changes fastest. So if an expert's tiles are split over two waves, the second wave reads the shorter
  * operand again but only a part of the longer one. If d is the shorter side and has many tiles, the expert's
  * tokens do not stay in L2. Then d is cut into bands whose columns do. */
-MOE_HD moe_place moe_weight_place_of(int32_t tile, moe_weight_grid grid)
+MOE_HOST_DEVICE moe_place moe_weight_place_of(int32_t tile, moe_weight_grid grid)
 {
     const int hidden_first = grid.hidden_tiles * (grid.tall ? MOE_WEIGHT_LONG : MOE_WEIGHT_SHORT) <
                              grid.feature_tiles * (grid.tall ? MOE_WEIGHT_SHORT : MOE_WEIGHT_LONG);
@@ -67,7 +67,7 @@ typedef struct moe_stripe {
     int32_t half, feature;
 } moe_stripe;
 
-MOE_HD moe_stripe moe_stripe_of(int32_t stripe, int32_t stripes_of_half)
+MOE_HOST_DEVICE moe_stripe moe_stripe_of(int32_t stripe, int32_t stripes_of_half)
 {
     const moe_stripe s = {stripe / stripes_of_half, stripe % stripes_of_half * MOE_WEIGHT_STRIPE};
     return s;
@@ -77,21 +77,21 @@ MOE_HD moe_stripe moe_stripe_of(int32_t stripe, int32_t stripes_of_half)
  * dW2: rows of d, columns are features. dW1: rows are features, columns of d. */
 
 /* Element of an f32 part; subtiles of 64 rows and 32 columns. */
-MOE_HD uint32_t moe_part_f32(uint32_t row, uint32_t column)
+MOE_HOST_DEVICE uint32_t moe_part_f32(uint32_t row, uint32_t column)
 {
     return (column >> 5) * MOE_SUBTILE_BYTES + moe_subtile_offset(row, (column & 31) >> 2) + (column & 3) * 4;
 }
 
 /* Address that a lane of a warp gives to the q-th transposing stmatrix of a 16-bit part of 128 features by 64
  * of d (one subtile of 128 rows): octets 2q and 2q + 1 of features, the warp's 16 of d. */
-MOE_HD uint32_t moe_part_transposed(uint32_t warp, uint32_t lane, uint32_t q)
+MOE_HOST_DEVICE uint32_t moe_part_transposed(uint32_t warp, uint32_t lane, uint32_t q)
 {
     return q * 16 * MOE_SUBTILE_ROW_BYTES +
            moe_subtile_offset((lane >> 4) * 8 + (lane & 7), 2 * warp + ((lane >> 3) & 1));
 }
 
 /* The same of a 16-bit part of 64 of d by 128 features, not transposed. */
-MOE_HD uint32_t moe_part_plain(uint32_t warp, uint32_t lane, uint32_t q)
+MOE_HOST_DEVICE uint32_t moe_part_plain(uint32_t warp, uint32_t lane, uint32_t q)
 {
     return (q >> 2) * MOE_SUBTILE_BYTES +
            moe_subtile_offset(warp * 16 + (lane & 15), (q & 3) * 2 + (lane >> 4));

@@ -2,7 +2,7 @@
 #ifndef SMOE_CUDA_WORK_ORDER_H
 #define SMOE_CUDA_WORK_ORDER_H
 
-#include "common/hd.h"
+#include "host_device.h"
 
 /* ---- The order of an expert's tiles ----
  * Normally column tiles are fastest, so that each row tile is fetched once. With many column tiles the
@@ -21,7 +21,8 @@ typedef struct moe_place {
 } moe_place;
 
 /* Position of unit `unit`, with columns or rows fastest. */
-MOE_HD moe_place moe_place_in(int32_t unit, int32_t row_tiles, int32_t column_tiles, int columns_first)
+MOE_HOST_DEVICE moe_place moe_place_in(int32_t unit, int32_t row_tiles, int32_t column_tiles,
+                                       int columns_first)
 {
     const int32_t fast = columns_first ? column_tiles : row_tiles, slow = unit / fast,
                   rest = unit - slow * fast;
@@ -30,14 +31,14 @@ MOE_HD moe_place moe_place_in(int32_t unit, int32_t row_tiles, int32_t column_ti
 }
 
 /* Row tiles of a band: about MOE_BAND; all bands but the last are equal. */
-MOE_HD int32_t moe_band_height(int32_t row_tiles)
+MOE_HOST_DEVICE int32_t moe_band_height(int32_t row_tiles)
 {
     const int32_t bands = (row_tiles + MOE_BAND / 2) / MOE_BAND;
     return bands > 1 ? (row_tiles + bands - 1) / bands : row_tiles;
 }
 
 /* Position of unit `unit`: bands of row tiles one after the other, in each band row tiles fastest. */
-MOE_HD moe_place moe_place_in_bands(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+MOE_HOST_DEVICE moe_place moe_place_in_bands(int32_t unit, int32_t row_tiles, int32_t column_tiles)
 {
     const int32_t height = moe_band_height(row_tiles), first = unit / (height * column_tiles) * height;
     const int32_t left = row_tiles - first;
@@ -47,7 +48,7 @@ MOE_HD moe_place moe_place_in_bands(int32_t unit, int32_t row_tiles, int32_t col
     return place;
 }
 
-MOE_HD moe_place moe_place_of(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+MOE_HOST_DEVICE moe_place moe_place_of(int32_t unit, int32_t row_tiles, int32_t column_tiles)
 {
     if (column_tiles <= MOE_MOST_COLUMNS_FIRST) return moe_place_in(unit, row_tiles, column_tiles, 1);
     return moe_place_in_bands(unit, row_tiles, column_tiles);
@@ -57,7 +58,7 @@ MOE_HD moe_place moe_place_of(int32_t unit, int32_t row_tiles, int32_t column_ti
  * tiles. A band may have rows of two experts; then it reads the weights of both. The fewer than MOE_BAND row
  * tiles after the last band go with column tiles fastest, because a division by their number would make dh.cu
  * spill registers. */
-MOE_HD moe_place moe_place_in_list(int32_t unit, int32_t row_tiles, int32_t column_tiles)
+MOE_HOST_DEVICE moe_place moe_place_in_list(int32_t unit, int32_t row_tiles, int32_t column_tiles)
 {
     const int32_t row = unit / column_tiles;
     if (row >= row_tiles / MOE_BAND * MOE_BAND) return moe_place_in(unit, row_tiles, column_tiles, 1);
@@ -74,7 +75,7 @@ MOE_HD moe_place moe_place_in_list(int32_t unit, int32_t row_tiles, int32_t colu
 
 /* The least turn for which ctas + turn and column_tiles have no common divisor but 1. If there are many more
  * CTAs than column tiles, every CTA then gets about the same number of units of each column tile. */
-MOE_HD int32_t moe_turn(int32_t ctas, int32_t column_tiles)
+MOE_HOST_DEVICE int32_t moe_turn(int32_t ctas, int32_t column_tiles)
 {
     for (int32_t turn = 0;; turn++) {
         int32_t a = ctas + turn, b = column_tiles;
@@ -88,7 +89,7 @@ MOE_HD int32_t moe_turn(int32_t ctas, int32_t column_tiles)
 }
 
 /* The unit of CTA `cta` in wave `wave`. turn: of moe_turn; 0 if all column tiles are equal. */
-MOE_HD int32_t moe_unit_in_turns(int32_t cta, int32_t wave, int32_t ctas, int32_t turn)
+MOE_HOST_DEVICE int32_t moe_unit_in_turns(int32_t cta, int32_t wave, int32_t ctas, int32_t turn)
 {
     return wave * ctas + (cta + wave * turn) % ctas;
 }

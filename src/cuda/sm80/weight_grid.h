@@ -13,7 +13,7 @@ typedef struct moe_weight_tiles {
     int32_t down, across;
 } moe_weight_tiles;
 
-MOE_HD moe_weight_tiles moe_weight_tiles_of(int32_t rows, int32_t columns)
+MOE_HOST_DEVICE moe_weight_tiles moe_weight_tiles_of(int32_t rows, int32_t columns)
 {
     const moe_weight_tiles tiles = {(rows + MOE_WEIGHT_ROWS - 1) / MOE_WEIGHT_ROWS,
                                     (columns + MOE_WEIGHT_COLUMNS - 1) / MOE_WEIGHT_COLUMNS};
@@ -21,7 +21,7 @@ MOE_HD moe_weight_tiles moe_weight_tiles_of(int32_t rows, int32_t columns)
 }
 
 /* The shorter side of the matrix changes fastest, as in schedule/weight_tiles.h. */
-MOE_HD moe_place moe_weight_tile_place(int32_t tile, moe_weight_tiles tiles)
+MOE_HOST_DEVICE moe_place moe_weight_tile_place(int32_t tile, moe_weight_tiles tiles)
 {
     return moe_place_in(tile, tiles.down, tiles.across,
                         tiles.down * MOE_WEIGHT_ROWS >= tiles.across * MOE_WEIGHT_COLUMNS);
