@@ -177,7 +177,7 @@ static int32_t *tokens_of(int64_t count, int64_t vocab, uint64_t seed)
     return tokens;
 }
 
-static void make(model *m, const model_config *c, const moe_routing *routing)
+static void make(model *m, const model_config *c, const train_routing *routing)
 {
     error err = {0};
     model_options options = {.sequences = 2, .routing = routing, .use = MODEL_TRAIN};
@@ -259,7 +259,7 @@ static bool check_slope(model *m, const model_batch *batch, const param_tensor *
     return !isnan(have);
 }
 
-static void check_gradients(const model_config *c, const moe_routing *routing)
+static void check_gradients(const model_config *c, const train_routing *routing)
 {
     enum { TRIALS = 3 };
     model m;
@@ -328,7 +328,7 @@ static void router_gradients(void **state)
 static void count(const model_config *c, const model_batch *batch, int64_t parts, int32_t *counts,
                   float *biases)
 {
-    const moe_routing routing = {.bias_rate = 0.25f};
+    const train_routing routing = {.bias_rate = 0.25f};
     const model_options options = {
         .sequences = batch->sequences / parts, .parts = parts, .routing = &routing, .use = MODEL_TRAIN};
     error err = {0};
@@ -381,7 +381,7 @@ static void auxiliary_gradients(void **state)
     c.context = 6;
     c.dense_layers = 0;
     c.dense_intermediate = 0;
-    moe_routing routing = {.balance_coefficient = 0.3f, .z_coefficient = 0.1f};
+    train_routing routing = {.balance_coefficient = 0.3f, .z_coefficient = 0.1f};
     check_gradients(&c, &routing);
 }
 
@@ -394,7 +394,7 @@ static void micro_batches_add_up(void **state)
     model_config c = tiny();
     c.dense_layers = 1;
     c.shared_intermediate = 16;
-    moe_routing routing = {.z_coefficient = 0.1f};
+    train_routing routing = {.z_coefficient = 0.1f};
     int32_t *tokens = tokens_of(SEQUENCES * c.context, c.vocab, 1),
             *targets = tokens_of(SEQUENCES * c.context, c.vocab, 2);
     model_batch batch = {tokens, targets, SEQUENCES, c.context};

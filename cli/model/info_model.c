@@ -117,7 +117,7 @@ bool info_model_print(const info_model *wanted, int32_t chunks, smoe_backend bac
                                    .bf16 = wanted->bf16,
                                    .sums = wanted->parts > 1,
                                    .gradients = wanted->gradients};
-    moe_routing routing = {.rounding = SMOE_ROUNDING_NONE};
+    train_routing routing = {.rounding = SMOE_ROUNDING_NONE};
     const model_options options = {.sequences = wanted->batch / wanted->parts / wanted->gpus,
                                    .parts = wanted->parts,
                                    .routing = &routing,

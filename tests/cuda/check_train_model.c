@@ -111,7 +111,7 @@ static void compare(const model *m, const float *have, const float *want, double
 }
 
 static void check(const char *name, const device_options *options, const model_config *c, int64_t sequences,
-                  const moe_routing *routing, model_recompute recompute, double limit)
+                  const train_routing *routing, model_recompute recompute, double limit)
 {
     error err = {0};
     model cpu, gpu;
@@ -261,7 +261,7 @@ static void check_parts(const device_options *options, const model_config *c)
     for (int64_t i = 0; i < 2 * rows; i++)
         tokens[i] = (int32_t)(random_bits(1, (uint64_t)i) % (uint64_t)c->vocab);
     model_batch batch = {tokens, tokens + rows, SEQUENCES, c->context};
-    moe_routing routing = {.z_coefficient = 0.01f};
+    train_routing routing = {.z_coefficient = 0.01f};
     const bool plain = strcmp(options->name, "cuda-plain") == 0;
     float *whole = NULL;
     double want = 0;
@@ -319,7 +319,7 @@ int main(int argc, char **argv)
     c.dense_intermediate = 0;
     c.shared_intermediate = 0;
     c.norm_topk_prob = true;
-    moe_routing routing = {.balance_coefficient = 0.1f, .z_coefficient = 0.01f};
+    train_routing routing = {.balance_coefficient = 0.1f, .z_coefficient = 0.01f};
     check("experts, weights divided by their sum", &narrow, &c, 2, NULL, RECOMPUTE_NORMS, 0.1);
     check("experts with losses", &narrow, &c, 2, &routing, RECOMPUTE_NONE, 0.1);
     c.tied = false;

@@ -28,7 +28,7 @@ typedef struct block_frame {
     train_device *device;
     const model_config *config;
     const model_weights *weights;
-    const moe_routing *routing; // of training passes
+    const train_routing *routing; // of training passes
     model_use use;
     model_recompute recompute;
     int64_t sequences, rows; // most of a pass; rows = sequences * context
@@ -41,7 +41,7 @@ typedef struct block_pass {
     int64_t sequences, length, rows; // rows = sequences * length
     int64_t part;                    // which of a step's passes on this rank
     int64_t first;                   // position of the first row; if not 0: one sequence, see pass_shape
-    const moe_routing *routing;
+    const train_routing *routing;
     bool add; // the backward adds to the gradients of the weights; else it writes them
 } block_pass;
 

@@ -25,7 +25,7 @@ typedef struct experts_own {
 
 enum { LOSS_BYTES = 4 * sizeof(float) };
 
-static smoe_layer describe(const block_frame *f, int64_t tokens, const moe_routing *routing)
+static smoe_layer describe(const block_frame *f, int64_t tokens, const train_routing *routing)
 {
     const model_config *config = f->config;
     smoe_layer layer = SMOE_LAYER_INIT;
@@ -64,7 +64,7 @@ static uint64_t larger(uint64_t a, uint64_t b)
 }
 
 /* Raises the sizes to what `routing` needs. */
-static bool measure(experts_common *all, const block_frame *f, const moe_routing *routing, error *err)
+static bool measure(experts_common *all, const block_frame *f, const train_routing *routing, error *err)
 {
     const smoe_layer layer = describe(f, f->rows, routing);
     smoe_sizes sizes = SMOE_SIZES_INIT;
@@ -90,7 +90,7 @@ static bool open_context(void *common, const block_frame *f, error *err)
     options.sms = f->device->backward_sms;
     if (options.sms && f->use == MODEL_TRAIN && smoe_create(&all->backward, &options) != SMOE_OK)
         return fail(err, ERROR_RUNTIME, "%s", text);
-    const moe_routing plain = {.rounding = SMOE_ROUNDING_NONE};
+    const train_routing plain = {.rounding = SMOE_ROUNDING_NONE};
     return measure(all, f, &plain, err) && (f->use != MODEL_TRAIN || measure(all, f, f->routing, err));
 }
 
@@ -135,7 +135,7 @@ static int64_t active(const model_config *c)
 /* ---- memory ---- */
 
 /* Does the backward read the logits? If not, layers may share them. */
-static bool reads_logits(const experts_common *all, const moe_routing *r)
+static bool reads_logits(const experts_common *all, const train_routing *r)
 {
     return all->reads_logits || r->balance_coefficient != 0.0f || r->z_coefficient != 0.0f;
 }

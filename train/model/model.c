@@ -3,7 +3,7 @@
 
 #include "train/model/experts.h"
 
-static const moe_routing plain_routing = {.rounding = SMOE_ROUNDING_NONE};
+static const train_routing plain_routing = {.rounding = SMOE_ROUNDING_NONE};
 
 static int64_t blocks_of(const model *m)
 {
@@ -75,7 +75,7 @@ static bool read_loss(model *m, double *loss, error *err)
     return m->device->ops->finish(m->device, err);
 }
 
-bool model_loss(model *m, const model_batch *batch, const moe_routing *routing, double *loss, error *err)
+bool model_loss(model *m, const model_batch *batch, const train_routing *routing, double *loss, error *err)
 {
     const block_pass pass = {.sequences = batch->sequences,
                              .length = batch->length,

@@ -19,9 +19,10 @@ enum { RECOMPUTE_NAMES = RECOMPUTE_LAYERS + 1 };
 extern const char *const model_recompute_names[RECOMPUTE_NAMES];
 
 typedef struct model_options {
-    int64_t sequences;          // most sequences of a pass, each of up to config.context tokens
-    int64_t parts;              // passes whose gradients are added up for one step (micro-batches); 0: 1
-    const moe_routing *routing; // of the training passes (its step may change before each); NULL: plain top-K
+    int64_t sequences; // most sequences of a pass, each of up to config.context tokens
+    int64_t parts;     // passes whose gradients are added up for one step (micro-batches); 0: 1
+    const train_routing
+        *routing; // of the training passes (its step may change before each); NULL: plain top-K
     model_use use;
     model_recompute recompute;
     int32_t chunks;  // column chunks of the experts (smoe.h): less scratch, the same bits; 0: 1
@@ -53,7 +54,7 @@ typedef struct model {
     bool owns_device;
     model_config config;
     model_weights weights;
-    moe_routing routing, pass_routing; // of training passes; with the step of the current one
+    train_routing routing, pass_routing; // of training passes; with the step of the current one
     block_frame frame;
     int64_t parts, first_part, passes; // its parts of a step's passes, and the number of all
     void *commons[MODEL_KINDS];
@@ -90,7 +91,7 @@ bool model_measure(model *m, train_device *device, const model_config *config, c
 
 /* Loss of a batch: the mean in nats, without auxiliary losses. Gradients are not changed. `routing` NULL:
  * plain top-K, as for validation. */
-bool model_loss(model *m, const model_batch *batch, const moe_routing *routing, double *loss, error *err);
+bool model_loss(model *m, const model_batch *batch, const train_routing *routing, double *loss, error *err);
 
 /* Runs tokens [first, first + count) of one sequence. Earlier passes must have run the tokens before `first`.
  * logits (vocab) on the host receive the prediction of the token after the last one. Only for

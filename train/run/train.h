@@ -56,7 +56,7 @@ struct train_settings {
     double warmup;         // fraction of the run
     double beta1, beta2, adam_eps, weight_decay;
     double clip;                 // largest norm of the gradient
-    moe_routing routing;         // rounding, tile, auxiliary losses; its seed and step are set by the run
+    train_routing routing;       // rounding, tile, auxiliary losses; its seed and step are set by the run
     uint64_t seed;               // of the weights, the samples and SR-f
     int64_t logs, checkpoints;   // how many of each over the run; no checkpoints: 0
     validation_plan validations; // what is to be chosen in it is chosen before the first step. A run

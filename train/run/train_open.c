@@ -288,7 +288,7 @@ static bool join_ranks(train_loop *r, error *err)
 static bool make_model(train_loop *r, error *err)
 {
     const train_settings *s = r->settings;
-    moe_routing routing = s->routing;
+    train_routing routing = s->routing;
     routing.seed = s->seed;
     model_options options = {.sequences = r->rows / s->parts,
                              .parts = s->parts,
