@@ -11,9 +11,9 @@
  * the first library in the same round: the median over the rounds, with its standard error. The last column
  * tells whether all results have the same bits as the first library's. */
 #define _GNU_SOURCE
+#include "base/turns.h"
 #include "bench/build_api.h"
 #include "bench/median.h"
-#include "common/turns.h"
 #include "tests/cuda/gpu.h"
 #include "tests/cuda/route_cases.h"
 

@@ -1,13 +1,13 @@
 /* `smoe info`: shows version and backends of this build; for a problem, its FLOPs and bytes. Runs on the host
  * only. */
+#include "base/blas_core.h"
 #include "build_info.h"
-#include "cli/common/cli.h"
-#include "cli/common/costs.h"
-#include "cli/common/problem.h"
-#include "cli/common/table.h"
-#include "cli/common/tile_waste.h"
 #include "cli/model/info_model.h"
-#include "common/blas_core.h"
+#include "cli/support/cli.h"
+#include "cli/support/costs.h"
+#include "cli/support/problem.h"
+#include "cli/support/table.h"
+#include "cli/support/tile_waste.h"
 
 #include <cblas.h>
 #include <math.h>

@@ -1,6 +1,6 @@
 /* The `smoe` program: finds the subcommand and calls it. */
-#include "cli/common/cli.h"
-#include "common/error.h"
+#include "base/error.h"
+#include "cli/support/cli.h"
 #include "smoe.h"
 
 #include <cblas.h>

@@ -4,7 +4,7 @@
 #ifndef TESTS_CLI_CASE_H
 #define TESTS_CLI_CASE_H
 
-#include "common/blas_core.h"
+#include "base/blas_core.h"
 #include "tests/folder.h"
 
 #include <setjmp.h>

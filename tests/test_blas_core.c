@@ -1,6 +1,6 @@
 /* Which of OpenBLAS's cores are a fault on which processor. tests/test_cli_bench.c runs the program with a
  * slow one. */
-#include "common/blas_core.h"
+#include "base/blas_core.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

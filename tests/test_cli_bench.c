@@ -1,6 +1,6 @@
 /* `smoe bench` and `smoe info` as programs: JSON with exactly the documented names, exit status, figures. */
 #define _DEFAULT_SOURCE
-#include "common/blas_core.h"
+#include "base/blas_core.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

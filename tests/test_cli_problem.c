@@ -7,9 +7,9 @@
 #include <cmocka.h>
 
 #include "cli/bench/samples.h"
-#include "cli/common/costs.h"
-#include "cli/common/problem.h"
-#include "cli/common/tile_waste.h"
+#include "cli/support/costs.h"
+#include "cli/support/problem.h"
+#include "cli/support/tile_waste.h"
 
 #include <math.h>
 #include <stdio.h>

@@ -3,8 +3,8 @@
  * end within 20 s, with one message. */
 #include "tests/cli_case.h"
 
+#include "base/clock.h"
 #include "cli/model/train_options.h"
-#include "common/clock.h"
 #include "train/files/safetensors.h"
 #include "train/run/log.h"
 #include "train/run/train.h"

@@ -13,7 +13,7 @@
 #include "cli/bench/samples.h"
 #include "cli/bench/sustained.h"
 #include "cli/bench/yardstick_cuda.h"
-#include "cli/common/costs.h"
+#include "cli/support/costs.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -251,8 +251,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_sustained), cmocka_unit_test(test_failures), cmocka_unit_test(test_turns),
-             cmocka_unit_test(test_stages),   cmocka_unit_test(test_summary),
-        cmocka_unit_test(test_yardstick), cmocka_unit_test(test_tiled),
+        cmocka_unit_test(test_stages),    cmocka_unit_test(test_summary),  cmocka_unit_test(test_yardstick),
+        cmocka_unit_test(test_tiled),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -6,7 +6,7 @@
 
 #include <cmocka.h>
 
-#include "cli/common/table.h"
+#include "cli/support/table.h"
 
 #include <errno.h>
 #include <math.h>

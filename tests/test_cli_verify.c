@@ -1,7 +1,7 @@
 /* `smoe verify` must find faults. The linker puts the wrappers below between the tool and the library. Each
  * fault is something that a broken library might do; the exit status must then be 1. Each run is a child
  * process. */
-#include "cli/common/cli.h"
+#include "cli/support/cli.h"
 #include "harness/buffer.h"
 #include "harness/tensors.h"
 

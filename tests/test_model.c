@@ -1,7 +1,7 @@
 /* The trainer's model. The gradient of every parameter is compared with finite differences of the loss;
  * RMSNorm, RoPE and attention with plain loops in double; AdamW with its formula. Every number of threads
  * must give the same bits. */
-#include "common/random.h"
+#include "base/random.h"
 #include "train/cpu/adamw.h"
 #include "train/cpu/attention.h"
 #include "train/cpu/embedding.h"

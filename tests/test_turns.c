@@ -1,6 +1,6 @@
 /* The order of turns, and the median of what is measured in them. */
+#include "base/turns.h"
 #include "bench/median.h"
-#include "common/turns.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

@@ -10,7 +10,7 @@
 #ifndef TRAIN_OPS_H
 #define TRAIN_OPS_H
 
-#include "common/error.h"
+#include "base/error.h"
 #include "smoe.h"
 
 #include <stdbool.h>
@@ -111,7 +111,7 @@ struct train_ops {
     void (*load)(train_device *dv, float *host, const void *from, smoe_type type, int64_t count);
     void (*clear)(train_device *dv, void *memory, size_t bytes);
     void (*copy)(train_device *dv, void *to, const void *from, size_t bytes); // on the device
-    /* Writes values [first, first + count) of a stream of normal values (common/random.h) times deviation, or
+    /* Writes values [first, first + count) of a stream of normal values (base/random.h) times deviation, or
      * ones if deviation is 0, in f32 to master and rounded to `to` (type), either of which may be NULL. NULL
      * on the CPU, where the caller draws. */
     void (*draw)(train_device *dv, void *to, smoe_type type, float *master, int64_t first, int64_t count,

@@ -1,10 +1,10 @@
 /* `smoe bench`: measures the times of a layer, of its stages and of a reference, the used memory compared
  * with the predicted one, and errors against fp64. docs/benchmarks.md describes how. */
+#include "base/clock.h"
 #include "cli/bench/cuda.h"
 #include "cli/bench/options.h"
 #include "cli/bench/yardstick.h"
-#include "cli/common/cli.h"
-#include "common/clock.h"
+#include "cli/support/cli.h"
 #include "harness/check.h"
 
 #include <math.h>

@@ -3,7 +3,7 @@
 
 #include "cli/bench/yardstick.h"
 #include "cli/bench/yardstick_cuda.h"
-#include "cli/common/costs.h"
+#include "cli/support/costs.h"
 
 #include "src/activations.h"
 

@@ -8,8 +8,8 @@
 #define CLI_BENCH_CASE_H
 
 #include "cli/bench/data.h"
-#include "cli/common/kernels.h"
-#include "cli/common/stage_clock.h"
+#include "cli/support/kernels.h"
+#include "cli/support/stage_clock.h"
 #include "harness/run.h"
 
 typedef enum bench_scope { SCOPE_EXPERTS, SCOPE_LAYER } bench_scope;

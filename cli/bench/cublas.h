@@ -3,7 +3,7 @@
 #ifndef CLI_CUBLAS_H
 #define CLI_CUBLAS_H
 
-#include "common/error.h"
+#include "base/error.h"
 
 #include <smoe.h>
 

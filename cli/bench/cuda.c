@@ -2,11 +2,11 @@
 #include "cli/bench/cuda.h"
 
 #ifdef SMOE_HAVE_CUDA
+#include "base/clock.h"
+#include "base/turns.h"
 #include "cli/bench/alone.h"
 #include "cli/bench/sustained.h"
 #include "cli/bench/yardstick_cuda.h"
-#include "common/clock.h"
-#include "common/turns.h"
 
 #include <math.h>
 #include <stddef.h>

@@ -3,7 +3,7 @@
 #ifndef CLI_BENCH_DATA_H
 #define CLI_BENCH_DATA_H
 
-#include "cli/common/problem.h"
+#include "cli/support/problem.h"
 #include "harness/buffer.h"
 
 /* Fills with N(0, scale^2) rounded to the type (F32, BF16 or F16). The same numbers whatever the threads. */

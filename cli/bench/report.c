@@ -1,9 +1,9 @@
 /* See report.h. */
 #include "cli/bench/report.h"
 
+#include "base/blas_core.h"
 #include "build_info.h"
 #include "cli/bench/samples.h"
-#include "common/blas_core.h"
 
 #include <inttypes.h>
 #include <math.h>

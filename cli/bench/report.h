@@ -5,8 +5,8 @@
 
 #include "cli/bench/case.h"
 #include "cli/bench/check.h"
-#include "cli/common/costs.h"
-#include "cli/common/table.h"
+#include "cli/support/costs.h"
+#include "cli/support/table.h"
 
 /* One repeat: milliseconds. */
 typedef struct bench_times {

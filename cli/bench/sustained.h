@@ -4,8 +4,8 @@
 #ifndef CLI_SUSTAINED_H
 #define CLI_SUSTAINED_H
 
-#include "cli/common/stage_clock.h"
-#include "common/error.h"
+#include "base/error.h"
+#include "cli/support/stage_clock.h"
 
 typedef struct sustained_job {
     bool (*before)(void *user, error *err); // put on the stream ahead of every launch, not timed; or NULL

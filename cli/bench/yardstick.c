@@ -1,8 +1,8 @@
 /* See yardstick.h. */
 #include "cli/bench/yardstick.h"
 
-#include "cli/common/costs.h"
-#include "common/clock.h"
+#include "base/clock.h"
+#include "cli/support/costs.h"
 
 #include "src/activations.h"
 

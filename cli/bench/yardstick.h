@@ -9,7 +9,7 @@
 #ifndef CLI_YARDSTICK_H
 #define CLI_YARDSTICK_H
 
-#include "cli/common/stage_clock.h"
+#include "cli/support/stage_clock.h"
 
 #include <stdint.h>
 

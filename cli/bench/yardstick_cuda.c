@@ -2,7 +2,7 @@
 #include "cli/bench/yardstick_cuda.h"
 
 #include "cli/bench/data.h"
-#include "cli/common/costs.h"
+#include "cli/support/costs.h"
 
 #include "src/activations.h"
 

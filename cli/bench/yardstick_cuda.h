@@ -8,8 +8,8 @@
 #ifndef CLI_YARDSTICK_CUDA_H
 #define CLI_YARDSTICK_CUDA_H
 
+#include "base/error.h"
 #include "cli/bench/cublas.h"
-#include "common/error.h"
 #include "harness/buffer.h"
 
 #include <stdint.h>

@@ -1,10 +1,10 @@
 /* `smoe eval`: computes loss and bits per byte of a checkpoint on files, with plain top-K. */
-#include "cli/common/cli.h"
-#include "cli/common/problem.h"
-#include "cli/common/table.h"
 #include "cli/model/data.h"
 #include "cli/model/load.h"
 #include "cli/model/progress.h"
+#include "cli/support/cli.h"
+#include "cli/support/problem.h"
+#include "cli/support/table.h"
 #include "train/device.h"
 #include "train/run/evaluate.h"
 

@@ -1,8 +1,8 @@
 /* `smoe generate`: samples text from a checkpoint and writes it token by token. */
-#include "cli/common/cli.h"
-#include "cli/common/problem.h"
+#include "base/clock.h"
 #include "cli/model/load.h"
-#include "common/clock.h"
+#include "cli/support/cli.h"
+#include "cli/support/problem.h"
 #include "train/device.h"
 #include "train/run/sample.h"
 

@@ -2,7 +2,7 @@
 #ifndef CLI_INFO_MODEL_H
 #define CLI_INFO_MODEL_H
 
-#include "cli/common/table.h"
+#include "cli/support/table.h"
 #include "train/model/model.h"
 
 typedef struct info_model {

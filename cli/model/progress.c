@@ -1,7 +1,7 @@
 /* See progress.h. */
 #include "cli/model/progress.h"
 
-#include "common/clock.h"
+#include "base/clock.h"
 
 #include <math.h>
 #include <stdio.h>

@@ -1,7 +1,7 @@
 /* See train_options.h. */
 #include "cli/model/train_options.h"
 
-#include "cli/common/problem.h"
+#include "cli/support/problem.h"
 
 #include <assert.h>
 #include <errno.h>

@@ -1,8 +1,8 @@
 /* `smoe verify`: compares the library with the fp64 oracle on this machine. */
 #include "cli/verify/verify.h"
 
-#include "cli/common/cli.h"
-#include "cli/common/problem.h"
+#include "cli/support/cli.h"
+#include "cli/support/problem.h"
 
 #include <argp.h>
 #include <stdio.h>

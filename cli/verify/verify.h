@@ -2,8 +2,8 @@
 #ifndef CLI_VERIFY_H
 #define CLI_VERIFY_H
 
-#include "cli/common/kernels.h"
-#include "cli/common/table.h"
+#include "cli/support/kernels.h"
+#include "cli/support/table.h"
 #include "harness/cases.h"
 #include "harness/device.h"
 

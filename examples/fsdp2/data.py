@@ -5,7 +5,7 @@ How a batch is drawn: row `row` of a step's batch is the run's sample number ste
 a random start. One pass over the data visits each window once, in random order; the next pass has another start and
 another order. All random numbers come from a counter-based generator, so a batch depends on (seed, step) alone, and a
 resumed run needs nothing but its step. train/data/tokens.h describes the files and how they are split into training and
-validation. This module repeats the code of train/data/tokens.c and common/random.h.
+validation. This module repeats the code of train/data/tokens.c and base/random.h.
 """
 
 import gzip

@@ -1,7 +1,7 @@
 /* Compares the whole model on the GPU with the CPU: the loss and the gradient of every tensor for one batch,
  * from the same weights (rounded to bf16). A second pass must give the same bits. check_train_model [DEVICE]:
  * cuda, or cuda-plain. */
-#include "common/random.h"
+#include "base/random.h"
 #include "train/device.h"
 #include "train/model/experts.h"
 #include "train/run/step.h"

@@ -2,7 +2,7 @@
  * same inputs (rounded to bf16). The relative Frobenius errors must be within limits, nothing may be written
  * outside of the arrays (canaries), and a second call must give the same bits. check_train_ops [DEVICE]:
  * cuda, or cuda-plain. */
-#include "common/random.h"
+#include "base/random.h"
 #include "gpu.h"
 #include "train/device.h"
 #include "train/model/rope_table.h"

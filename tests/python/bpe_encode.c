@@ -2,7 +2,7 @@
  * and what it took to standard error as one JSON object. Exit status 0, 2 (usage), 3 (a table or text that
  * cannot be read). */
 #define _POSIX_C_SOURCE 200809L
-#include "common/clock.h"
+#include "base/clock.h"
 #include "train/data/bpe.h"
 #include "train/files/file.h"
 

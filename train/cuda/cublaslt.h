@@ -2,7 +2,7 @@
 #ifndef TRAIN_CUDA_CUBLASLT_H
 #define TRAIN_CUDA_CUBLASLT_H
 
-#include "common/error.h"
+#include "base/error.h"
 #include "smoe.h"
 
 #include <stdbool.h>

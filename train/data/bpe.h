@@ -24,7 +24,7 @@
 #ifndef TRAIN_BPE_H
 #define TRAIN_BPE_H
 
-#include "common/error.h"
+#include "base/error.h"
 
 #include <stdbool.h>
 #include <stddef.h>

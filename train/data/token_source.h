@@ -2,7 +2,7 @@
 #ifndef TRAIN_TOKEN_SOURCE_H
 #define TRAIN_TOKEN_SOURCE_H
 
-#include "common/error.h"
+#include "base/error.h"
 #include "train/data/bpe.h"
 #include "train/files/file.h"
 

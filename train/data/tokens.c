@@ -2,7 +2,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "train/data/tokens.h"
 
-#include "common/random.h"
+#include "base/random.h"
 #include "train/data/token_source.h"
 #include "train/files/file.h"
 

@@ -22,7 +22,7 @@
 #ifndef TRAIN_TOKENS_H
 #define TRAIN_TOKENS_H
 
-#include "common/error.h"
+#include "base/error.h"
 #include "train/data/bpe.h"
 #include "train/data/token_source.h"
 

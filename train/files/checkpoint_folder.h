@@ -4,7 +4,7 @@
 #ifndef TRAIN_CHECKPOINT_FOLDER_H
 #define TRAIN_CHECKPOINT_FOLDER_H
 
-#include "common/error.h"
+#include "base/error.h"
 
 #include <stdbool.h>
 #include <stddef.h>

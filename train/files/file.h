@@ -2,7 +2,7 @@
 #ifndef TRAIN_FILE_H
 #define TRAIN_FILE_H
 
-#include "common/error.h"
+#include "base/error.h"
 
 #include <stdbool.h>
 #include <stddef.h>

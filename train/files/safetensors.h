@@ -10,7 +10,7 @@
 #ifndef TRAIN_SAFETENSORS_H
 #define TRAIN_SAFETENSORS_H
 
-#include "common/error.h"
+#include "base/error.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -6,7 +6,7 @@
 #ifndef TRAIN_SAFETENSORS_INDEX_H
 #define TRAIN_SAFETENSORS_INDEX_H
 
-#include "common/error.h"
+#include "base/error.h"
 
 #include <stdbool.h>
 #include <stddef.h>

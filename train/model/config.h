@@ -7,7 +7,7 @@
 #ifndef TRAIN_CONFIG_H
 #define TRAIN_CONFIG_H
 
-#include "common/error.h"
+#include "base/error.h"
 #include "src/scores.h"
 
 #include <stdbool.h>

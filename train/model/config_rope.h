@@ -2,7 +2,7 @@
 #ifndef TRAIN_CONFIG_ROPE_H
 #define TRAIN_CONFIG_ROPE_H
 
-#include "common/error.h"
+#include "base/error.h"
 
 #include <jansson.h>
 

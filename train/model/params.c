@@ -1,7 +1,7 @@
 /* See params.h. */
 #include "train/model/params.h"
 
-#include "common/random.h"
+#include "base/random.h"
 
 #include <math.h>
 #include <stdarg.h>

@@ -6,7 +6,7 @@
 #ifndef TRAIN_PARAMS_H
 #define TRAIN_PARAMS_H
 
-#include "common/error.h"
+#include "base/error.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -48,7 +48,7 @@ size_t param_add_vector(param_layout *layout, int64_t size, int64_t layer, const
 /* The number of weights, without the space between the groups. */
 size_t param_count(const param_layout *layout);
 
-/* The stream of random values (common/random.h) that tensor `index` starts from. */
+/* The stream of random values (base/random.h) that tensor `index` starts from. */
 uint64_t param_stream(uint64_t seed, size_t index);
 
 /* Fills weights (total): normal values from the seed, each tensor its own stream; ones for the norms. */

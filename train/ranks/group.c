@@ -2,7 +2,7 @@
 #define _GNU_SOURCE 1
 #include "train/ranks/group.h"
 
-#include "common/clock.h"
+#include "base/clock.h"
 
 #include <errno.h>
 #include <netdb.h>

@@ -2,7 +2,7 @@
 #ifndef TRAIN_LAUNCH_H
 #define TRAIN_LAUNCH_H
 
-#include "common/error.h"
+#include "base/error.h"
 
 /* Runs argv again with the environment of each rank (place.h) and passes SIGINT, SIGTERM and SIGHUP on.
  * Returns the exit status: that of the ranks, 3 if one of them ended otherwise. `name` begins the message

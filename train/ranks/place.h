@@ -2,7 +2,7 @@
 #ifndef TRAIN_PLACE_H
 #define TRAIN_PLACE_H
 
-#include "common/error.h"
+#include "base/error.h"
 
 typedef struct rank_place {
     int rank, ranks;   // 1: there are no others

@@ -2,7 +2,7 @@
 #ifndef TRAIN_LOG_H
 #define TRAIN_LOG_H
 
-#include "common/error.h"
+#include "base/error.h"
 #include "train/run/routing_report.h"
 
 #include <stdbool.h>

@@ -2,7 +2,7 @@
 #ifndef TRAIN_PLOT_H
 #define TRAIN_PLOT_H
 
-#include "common/error.h"
+#include "base/error.h"
 
 #include <stdbool.h>
 

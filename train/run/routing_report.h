@@ -2,7 +2,7 @@
 #ifndef TRAIN_ROUTING_REPORT_H
 #define TRAIN_ROUTING_REPORT_H
 
-#include "common/error.h"
+#include "base/error.h"
 #include "train/model/model.h"
 
 /* Means over the MoE layers; all NAN for a model without one. */

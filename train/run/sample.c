@@ -1,7 +1,7 @@
 /* See sample.h. */
 #include "train/run/sample.h"
 
-#include "common/random.h"
+#include "base/random.h"
 
 #include <math.h>
 #include <stdlib.h>

@@ -3,7 +3,7 @@
 
 #include "train/run/train.h"
 
-#include "common/clock.h"
+#include "base/clock.h"
 #include "train/run/plot.h"
 #include "train/run/schedule.h"
 #include "train/run/train_open.h"

@@ -2,7 +2,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "train/run/train_open.h"
 
-#include "common/clock.h"
+#include "base/clock.h"
 #include "train/files/checkpoint_folder.h"
 #include "train/files/file.h"
 #include "train/run/checkpoint.h"

@@ -1,5 +1,5 @@
 /* See stage_clock.h. */
-#include "cli/common/stage_clock.h"
+#include "cli/support/stage_clock.h"
 
 #include <assert.h>
 #include <stdint.h>

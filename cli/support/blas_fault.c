@@ -1,6 +1,6 @@
 /* The message about slow kernels of OpenBLAS. */
-#include "cli/common/cli.h"
-#include "common/blas_core.h"
+#include "base/blas_core.h"
+#include "cli/support/cli.h"
 
 #include <stdio.h>
 

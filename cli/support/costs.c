@@ -1,5 +1,5 @@
 /* See costs.h. */
-#include "cli/common/costs.h"
+#include "cli/support/costs.h"
 
 #include "src/activations.h"
 

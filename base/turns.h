@@ -1,8 +1,8 @@
 /* The order in which jobs that are compared take turns. */
-#ifndef COMMON_TURNS_H
-#define COMMON_TURNS_H
+#ifndef BASE_TURNS_H
+#define BASE_TURNS_H
 
-#include "common/random.h"
+#include "base/random.h"
 
 enum { TURNS_MOST = 64 }; /* jobs */
 

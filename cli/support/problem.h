@@ -3,8 +3,8 @@
 #ifndef CLI_PROBLEM_H
 #define CLI_PROBLEM_H
 
-#include "cli/common/shapes.h"
-#include "common/error.h"
+#include "base/error.h"
+#include "cli/support/shapes.h"
 
 #include <argp.h>
 #include <smoe.h>

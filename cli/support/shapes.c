@@ -1,5 +1,5 @@
 /* See shapes.h. shapes_table.inc is made from docs/shapes.csv at configure time: one initialiser a line. */
-#include "cli/common/shapes.h"
+#include "cli/support/shapes.h"
 
 static const bench_shape all_shapes[] = {
 #include "shapes_table.inc"

@@ -1,5 +1,5 @@
 /* Marks as events on a CUDA stream. */
-#include "cli/common/stage_clock.h"
+#include "cli/support/stage_clock.h"
 
 #ifdef SMOE_HAVE_CUDA
 #include <cuda_runtime_api.h>

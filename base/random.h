@@ -1,7 +1,7 @@
 /* Counter-based random numbers: value number `index` of the stream `seed`, independent of earlier calls. In
  * CUDA C the functions are for host and device. */
-#ifndef COMMON_RANDOM_H
-#define COMMON_RANDOM_H
+#ifndef BASE_RANDOM_H
+#define BASE_RANDOM_H
 
 #include <math.h>
 #include <stdint.h>

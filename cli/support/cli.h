@@ -4,7 +4,7 @@
 #ifndef CLI_H
 #define CLI_H
 
-/* Says on stderr if OpenBLAS runs slow kernels (common/blas_core.h): for commands that compute on the CPU. */
+/* Says on stderr if OpenBLAS runs slow kernels (base/blas_core.h): for commands that compute on the CPU. */
 void cli_show_blas_fault(void);
 
 int smoe_cli_train(int argc, char **argv);

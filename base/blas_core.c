@@ -1,5 +1,5 @@
 /* See blas_core.h. */
-#include "common/blas_core.h"
+#include "base/blas_core.h"
 
 #include <cblas.h>
 #include <stddef.h>

@@ -1,5 +1,5 @@
 /* See table.h. Cells are formatted when they are given; ALIGNED keeps the texts until it knows the widths. */
-#include "cli/common/table.h"
+#include "cli/support/table.h"
 
 #include <assert.h>
 #include <errno.h>

@@ -1,8 +1,8 @@
 /* Whether OpenBLAS runs the kernels that this processor deserves. A version that does not know a processor
  * takes those of an old one: 0.3.21 of Debian 12 runs its Prescott kernels (2004) on newer Intel processors,
  * at half the speed. */
-#ifndef COMMON_BLAS_CORE_H
-#define COMMON_BLAS_CORE_H
+#ifndef BASE_BLAS_CORE_H
+#define BASE_BLAS_CORE_H
 
 /* The processor whose kernels OpenBLAS runs, e.g. "Haswell". */
 const char *blas_core(void);

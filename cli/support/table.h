@@ -4,7 +4,7 @@
 #ifndef CLI_TABLE_H
 #define CLI_TABLE_H
 
-#include "common/error.h"
+#include "base/error.h"
 
 #include <stdint.h>
 #include <stdio.h>

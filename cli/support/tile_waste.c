@@ -1,5 +1,5 @@
 /* See tile_waste.h. */
-#include "cli/common/tile_waste.h"
+#include "cli/support/tile_waste.h"
 
 #include <math.h>
 

@@ -4,7 +4,7 @@
 #ifndef CLI_COSTS_H
 #define CLI_COSTS_H
 
-#include "cli/common/shapes.h"
+#include "cli/support/shapes.h"
 
 #include <smoe.h>
 #include <stdbool.h>

@@ -1,6 +1,6 @@
 /* --kernels of the commands that run a layer. */
-#ifndef CLI_COMMON_KERNELS_H
-#define CLI_COMMON_KERNELS_H
+#ifndef CLI_SUPPORT_KERNELS_H
+#define CLI_SUPPORT_KERNELS_H
 
 #include "src/cuda/host/test_options.h"
 

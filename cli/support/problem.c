@@ -1,5 +1,5 @@
 /* See problem.h. Every choice is a table of names and values, from which parsing, messages and names come. */
-#include "cli/common/problem.h"
+#include "cli/support/problem.h"
 
 #include "src/activations.h"
 #include "src/scores.h"

@@ -1,5 +1,5 @@
 /* See error.h. */
-#include "common/error.h"
+#include "base/error.h"
 
 #include <stdarg.h>
 #include <stdio.h>
