@@ -2,7 +2,7 @@
  * only. */
 #include "base/blas_core.h"
 #include "build_info.h"
-#include "cli/model/info_model.h"
+#include "cli/lm/info_model.h"
 #include "cli/support/cli.h"
 #include "cli/support/costs.h"
 #include "cli/support/problem.h"

@@ -4,7 +4,7 @@
 #define _DEFAULT_SOURCE
 #include "tests/cli_case.h"
 
-#include "cli/model/progress.h"
+#include "cli/lm/progress.h"
 
 #include <fcntl.h>
 #include <math.h>

@@ -4,7 +4,7 @@
 #include "tests/cli_case.h"
 
 #include "base/clock.h"
-#include "cli/model/train_options.h"
+#include "cli/lm/train_options.h"
 #include "train/files/safetensors.h"
 #include "train/run/log.h"
 #include "train/run/train.h"

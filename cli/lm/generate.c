@@ -1,6 +1,6 @@
 /* `smoe generate`: samples text from a checkpoint and writes it token by token. */
 #include "base/clock.h"
-#include "cli/model/load.h"
+#include "cli/lm/load.h"
 #include "cli/support/cli.h"
 #include "cli/support/problem.h"
 #include "train/device.h"

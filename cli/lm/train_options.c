@@ -1,5 +1,5 @@
 /* See train_options.h. */
-#include "cli/model/train_options.h"
+#include "cli/lm/train_options.h"
 
 #include "cli/support/problem.h"
 

@@ -1,7 +1,7 @@
 /* `smoe eval`: computes loss and bits per byte of a checkpoint on files, with plain top-K. */
-#include "cli/model/data.h"
-#include "cli/model/load.h"
-#include "cli/model/progress.h"
+#include "cli/lm/data.h"
+#include "cli/lm/load.h"
+#include "cli/lm/progress.h"
 #include "cli/support/cli.h"
 #include "cli/support/problem.h"
 #include "cli/support/table.h"

@@ -1,9 +1,9 @@
 /* `smoe train`: trains, then prints the result. train/run/train.h has the run itself. */
 #include "base/clock.h"
-#include "cli/model/data.h"
-#include "cli/model/load.h"
-#include "cli/model/progress.h"
-#include "cli/model/train_options.h"
+#include "cli/lm/data.h"
+#include "cli/lm/load.h"
+#include "cli/lm/progress.h"
+#include "cli/lm/train_options.h"
 #include "cli/support/cli.h"
 #include "cli/support/problem.h"
 #include "cli/support/table.h"

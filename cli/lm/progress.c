@@ -1,5 +1,5 @@
 /* See progress.h. */
-#include "cli/model/progress.h"
+#include "cli/lm/progress.h"
 
 #include "base/clock.h"
 

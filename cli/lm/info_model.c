@@ -1,5 +1,5 @@
 /* See info_model.h. */
-#include "cli/model/info_model.h"
+#include "cli/lm/info_model.h"
 
 #include "train/device.h"
 #include "train/run/checkpoint.h"

@@ -1,5 +1,5 @@
 /* See load.h. */
-#include "cli/model/load.h"
+#include "cli/lm/load.h"
 
 #include "train/device.h"
 #include "train/run/checkpoint.h"

@@ -1,5 +1,5 @@
 /* See data.h. */
-#include "cli/model/data.h"
+#include "cli/lm/data.h"
 
 #include <stdio.h>
 
