@@ -334,7 +334,7 @@ static void the_down_kernel_fits_its_shape(void **state)
     (void)state;
     for (int64_t n = 8; n <= 4096; n += 8)
         for (int64_t columns = 8; columns <= 4096; columns += 56) {
-            assert_int_equal(moe_gemm_choose(n, columns, 1), MOE_GEMM_TILES);
+            assert_int_equal(moe_gemm_choose(n, columns, 1), MOE_GEMM_COOPERATIVE);
             const moe_gemm kind = moe_gemm_choose(n, columns, 0);
             if (kind == MOE_GEMM_STATIONARY)
                 assert_true(columns % 64 == 0 && (n <= 128 || (n > 192 && n <= 256)));
@@ -344,7 +344,7 @@ static void the_down_kernel_fits_its_shape(void **state)
     assert_int_equal(moe_gemm_choose(256, 448, 0), MOE_GEMM_STATIONARY);
     assert_int_equal(moe_gemm_choose(256, 760, 0), MOE_GEMM_PING_PONG); /* no multiple of 64 */
     assert_int_equal(moe_gemm_choose(512, 4096, 0), MOE_GEMM_PING_PONG);
-    assert_int_equal(moe_gemm_choose(2048, 4096, 0), MOE_GEMM_TILES);
+    assert_int_equal(moe_gemm_choose(2048, 4096, 0), MOE_GEMM_COOPERATIVE);
 }
 
 static void the_kernel_of_dx_rows_fits_its_shape(void **state)
@@ -354,9 +354,9 @@ static void the_kernel_of_dx_rows_fits_its_shape(void **state)
     assert_int_equal(moe_gemm_choose_dx(256, 4096), MOE_GEMM_STATIONARY);
     assert_int_equal(moe_gemm_choose_dx(512, 4096), MOE_GEMM_PING_PONG);
     assert_int_equal(moe_gemm_choose_dx(1024, 1536), MOE_GEMM_PING_PONG);
-    assert_int_equal(moe_gemm_choose_dx(1024, 4096), MOE_GEMM_TILES);    /* its last tile has 64 columns */
-    assert_int_equal(moe_gemm_choose_dx(1024, 320), MOE_GEMM_PING_PONG); /* 1.25 tiles of 256 */
-    assert_int_equal(moe_gemm_choose_dx(2048, 1536), MOE_GEMM_TILES);
+    assert_int_equal(moe_gemm_choose_dx(1024, 4096), MOE_GEMM_COOPERATIVE); /* its last tile has 64 columns */
+    assert_int_equal(moe_gemm_choose_dx(1024, 320), MOE_GEMM_PING_PONG);    /* 1.25 tiles of 256 */
+    assert_int_equal(moe_gemm_choose_dx(2048, 1536), MOE_GEMM_COOPERATIVE);
 }
 
 /* ---- Few rows ---- */

@@ -7,9 +7,9 @@
 enum { MOE_PING_PONG_COLUMNS = 192 }; /* of a tile */
 
 typedef enum moe_gemm {
-    MOE_GEMM_TILES = 0,      /* 128 x 256 tiles, any shape, bias */
-    MOE_GEMM_PING_PONG = 1,  /* 128 x 192 tiles, the last one may be narrower; warpgroups take turns */
-    MOE_GEMM_STATIONARY = 2, /* 256 columns of weights stay in shared memory; K <= 256 */
+    MOE_GEMM_COOPERATIVE = 0, /* 128 x 256 tiles, any shape, bias */
+    MOE_GEMM_PING_PONG = 1,   /* 128 x 192 tiles, the last one may be narrower; warpgroups take turns */
+    MOE_GEMM_STATIONARY = 2,  /* 256 columns of weights stay in shared memory; K <= 256 */
 } moe_gemm;
 
 /* Relative speed on full tiles times the share of columns that is real if every tile is full; 0: not to be
@@ -23,7 +23,7 @@ static inline double moe_gemm_merit(moe_gemm kind, int64_t k, int64_t columns)
     const int64_t width = kind == MOE_GEMM_PING_PONG ? MOE_PING_PONG_COLUMNS : 256;
     const double real = (double)columns / (double)(moe_divide_up(columns, width) * width);
     switch (kind) {
-    case MOE_GEMM_TILES: return real;
+    case MOE_GEMM_COOPERATIVE: return real;
     case MOE_GEMM_PING_PONG: return real * (k <= 512 ? 1.06 : k <= 1024 ? 1.05 : 0.99);
     case MOE_GEMM_STATIONARY: break;
     }
@@ -34,7 +34,7 @@ static inline double moe_gemm_merit(moe_gemm kind, int64_t k, int64_t columns)
 /* The core that is expected to be the fastest: for down. */
 static inline moe_gemm moe_gemm_choose(int64_t k, int64_t columns, int bias)
 {
-    moe_gemm best = MOE_GEMM_TILES;
+    moe_gemm best = MOE_GEMM_COOPERATIVE;
     if (bias) return best;
     for (int kind = MOE_GEMM_PING_PONG; kind <= MOE_GEMM_STATIONARY; kind++)
         if (moe_gemm_merit((moe_gemm)kind, k, columns) > moe_gemm_merit(best, k, columns))
@@ -49,9 +49,9 @@ static inline moe_gemm moe_gemm_choose_dx(int64_t k, int64_t columns)
 {
     const moe_gemm best = moe_gemm_choose(k, columns, 0);
     if (best != MOE_GEMM_PING_PONG || k <= 512 || k > 1024) return best;
-    return 0.98 * moe_gemm_merit(best, k, columns) > moe_gemm_merit(MOE_GEMM_TILES, k, columns)
+    return 0.98 * moe_gemm_merit(best, k, columns) > moe_gemm_merit(MOE_GEMM_COOPERATIVE, k, columns)
                ? best
-               : MOE_GEMM_TILES;
+               : MOE_GEMM_COOPERATIVE;
 }
 
 /* Slices of 64 columns of K for which the weight-stationary core has a kernel: at least `steps`. */
@@ -63,7 +63,7 @@ static inline int moe_stationary_slices(int64_t steps)
 /* The core for a GEMM with LoRA's steps, k with them. The stationary one has no room for them. */
 static inline moe_gemm moe_gemm_with_lora(moe_gemm chosen, int bias)
 {
-    return chosen != MOE_GEMM_STATIONARY ? chosen : bias ? MOE_GEMM_TILES : MOE_GEMM_PING_PONG;
+    return chosen != MOE_GEMM_STATIONARY ? chosen : bias ? MOE_GEMM_COOPERATIVE : MOE_GEMM_PING_PONG;
 }
 
 #endif

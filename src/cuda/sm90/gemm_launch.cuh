@@ -6,9 +6,9 @@
 #pragma once
 #include "common/launch.cuh"
 #include "sm90/gemm_choice.h"
+#include "sm90/gemm_cooperative_rows.cuh"
 #include "sm90/gemm_ping_pong.cuh"
 #include "sm90/gemm_stationary.cuh"
-#include "sm90/gemm_tiles.cuh"
 #include "tma/tensor_map.h"
 
 namespace moe
@@ -23,8 +23,9 @@ inline gemm_core core_of(moe_gemm kind)
 {
     constexpr int ANY = 1 << 30;
     switch (kind) {
-    case MOE_GEMM_TILES:
-        return {gemm_tiles::SHARED_BYTES, ANY, gemm_tiles::TILE_ROWS, gemm_tiles::TILE_COLUMNS};
+    case MOE_GEMM_COOPERATIVE:
+        return {gemm_cooperative_rows::SHARED_BYTES, ANY, gemm_cooperative_rows::TILE_ROWS,
+                gemm_cooperative_rows::TILE_COLUMNS};
     case MOE_GEMM_PING_PONG:
         return {gemm_ping_pong::SHARED_BYTES, ANY, gemm_ping_pong::TILE_ROWS, gemm_ping_pong::TILE_COLUMNS};
     case MOE_GEMM_STATIONARY: break;
@@ -38,7 +39,7 @@ template <class P> using gemm_kernel = void (*)(P);
 template <typename T, class P> gemm_kernel<P> kernel_of(moe_gemm kind, int64_t steps)
 {
     switch (kind) {
-    case MOE_GEMM_TILES: return gemm_tiles::kernel<T, P>;
+    case MOE_GEMM_COOPERATIVE: return gemm_cooperative_rows::kernel<T, P>;
     case MOE_GEMM_PING_PONG: return gemm_ping_pong::kernel<T, P>;
     case MOE_GEMM_STATIONARY: break;
     }
@@ -49,7 +50,7 @@ template <typename T, class P> gemm_kernel<P> kernel_of(moe_gemm kind, int64_t s
         default: return gemm_stationary::kernel<T, 4, P>;
         }
     }
-    return gemm_tiles::kernel<T, P>; // moe_gemm_with_lora chose the core
+    return gemm_cooperative_rows::kernel<T, P>; // moe_gemm_with_lora chose the core
 }
 
 // For the ping-pong core (moe_turn). 0 if all column tiles are equal.
@@ -76,7 +77,7 @@ inline void map_result(moe_launch *on, CUtensorMap *y, moe_gemm kind, int64_t st
 // Before the first launch: every kernel may use the shared memory that it needs.
 template <typename T, class P> cudaError_t init_gemms(const moe_device *device)
 {
-    for (const moe_gemm kind : {MOE_GEMM_TILES, MOE_GEMM_PING_PONG, MOE_GEMM_STATIONARY})
+    for (const moe_gemm kind : {MOE_GEMM_COOPERATIVE, MOE_GEMM_PING_PONG, MOE_GEMM_STATIONARY})
         for (const int64_t steps : {1, 2, 4}) { // the number matters to one core only
             const cudaError_t status =
                 allow_shared(device, kernel_of<T, P>(kind, steps), core_of(kind).shared_bytes);

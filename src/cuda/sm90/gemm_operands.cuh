@@ -1,7 +1,7 @@
-// The operands of the cores in gemm_tiles.cuh, gemm_ping_pong.cuh and gemm_stationary.cuh, chosen by the type
-// P of the kernel's parameters. A step of the GEMM covers 64 elements of its K dimension. For one step this
-// file loads 64 columns of a box of rows, and the same 64 of the weights of COLUMNS result columns. Terms:
-// docs/glossary.md; symbols: include/smoe.h.
+// The operands of the cores in gemm_cooperative_rows.cuh, gemm_ping_pong.cuh and gemm_stationary.cuh, chosen
+// by the type P of the kernel's parameters. A step of the GEMM covers 64 elements of its K dimension. For one
+// step this file loads 64 columns of a box of rows, and the same 64 of the weights of COLUMNS result columns.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // P has lists, y (the tensor map of the result's column chunk) and columns. With HAS_BIAS it also has bias,
 // hidden and first_column.

@@ -30,7 +30,7 @@ struct down_params {
     CUtensorMap a;                // 2-D: n columns, rows
     CUtensorMap w2;               // 2-D: n columns, E d rows
     CUtensorMap y;                // 2-D: the chunk's columns, rows
-    const void *bias;             // b2 or NULL; gemm_tiles only
+    const void *bias;             // b2 or NULL; gemm_cooperative_rows only
     const int32_t *block_offsets; // as in moe_up
     int32_t block_stride;
     moe_cuda_lists lists;

@@ -11,7 +11,7 @@
 
 namespace moe
 {
-namespace gemm_tiles
+namespace gemm_cooperative_rows
 {
 
 using namespace gemm_cooperative;
@@ -143,5 +143,5 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
     }
 }
 
-} // namespace gemm_tiles
+} // namespace gemm_cooperative_rows
 } // namespace moe
