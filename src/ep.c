@@ -1,7 +1,7 @@
 /* Groups of ranks: creation, the order of calls, and the text of a failure. The backend moves the rows. */
 #include "ep.h"
 #include "check.h"
-#include "rank.h"
+#include "routing_decisions.h"
 #include "wanted.h"
 
 #include <assert.h>

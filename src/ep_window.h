@@ -2,7 +2,7 @@
 #ifndef SMOE_EP_WINDOW_H
 #define SMOE_EP_WINDOW_H
 
-#include "rank.h"
+#include "routing_decisions.h"
 
 #include <stdint.h>
 

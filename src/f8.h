@@ -51,7 +51,7 @@
 #define MOE_F8_H
 
 #include "problem.h"
-#include "rank.h"
+#include "routing_decisions.h"
 
 #include <assert.h>
 

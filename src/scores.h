@@ -9,9 +9,9 @@
  *
  * value:
  * - softmax: experts are ranked by their logits; the weights are terms of a softmax.
- * - CURVE: a function f of one logit. It is MOE_VALUE_CURVE in rank.h; its slope is MOE_SLOPE_CURVE in
- *   cpu/router_backward.c and MOE_AT_CURVE in cuda/routing/dlogits.cu. Experts are ranked by f plus the
- *   selection bias, and weights are f. The backward reads the logits.
+ * - CURVE: a function f of one logit. It is MOE_VALUE_CURVE in routing_decisions.h; its slope is
+ * MOE_SLOPE_CURVE in cpu/router_backward.c and MOE_AT_CURVE in cuda/routing/dlogits.cu. Experts are ranked by
+ * f plus the selection bias, and weights are f. The backward reads the logits.
  *
  * over: what the raw weights are divided by, and so which dlogits a weight has.
  * - all: a softmax over all E. With `renormalize` the weights are then divided by the sum of the K.

@@ -3,7 +3,7 @@
 #ifndef SMOE_WANTED_H
 #define SMOE_WANTED_H
 
-#include "rank.h"
+#include "routing_decisions.h"
 
 #include <smoe.h>
 

@@ -6,7 +6,7 @@
 
 #define _GNU_SOURCE /* MAP_ANONYMOUS */
 #include "src/ep.h"
-#include "src/rank.h"
+#include "src/routing_decisions.h"
 #include "tests/ep_memory.h"
 
 #include <math.h>

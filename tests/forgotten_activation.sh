@@ -46,7 +46,7 @@ if [ $# -gt 2 ]; then
     sed 's/^} smoe_score;/, SMOE_TRIAL = 99 } smoe_score;/' "$source/include/smoe.h" > "$folder/scores/smoe.h"
     sed 's/^#define MOE_SCORES(X) .*/#define MOE_SCORES(X) X(SMOE_TRIAL, "trial", "trial", trial, none, biased) \\/; s/MOE_CURVE_sigmoid = 1/&, MOE_CURVE_trial = 1/' \
         "$source/src/scores.h" > "$folder/scores/scores.h"
-    cp "$source/src/rank.h" "$folder/scores/rank.h"
+    cp "$source/src/routing_decisions.h" "$folder/scores/routing_decisions.h"
     accepted compile "$converted/routing/dlogits.cpp"
     refused MOE_AT_trial compile -DMOE_VALUE_trial=break -I"$folder/scores" "$converted/routing/dlogits.cpp"
 else

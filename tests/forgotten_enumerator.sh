@@ -27,17 +27,17 @@ refused() {
     done
 }
 
-refused type src/rank.h src/problem.c src/cpu/convert.c oracle/number.c
+refused type src/routing_decisions.h src/problem.c src/cpu/convert.c oracle/number.c
 refused score src/scores.h oracle/score.h
 refused rounding src/problem.c src/cpu/rounding.c oracle/round.c
 refused entry src/problem.c src/cpu/plan.c src/cpu/experts_backward.c
 refused layout src/cpu/up.c
 
-# A score of the list whose curve is missing: its value (rank.h) or its slope. Only the curve's constant is there.
+# A score of the list whose curve is missing: its value (routing_decisions.h) or its slope. Only the curve's constant is there.
 mkdir -p "$folder/list"
 sed 's/^#define MOE_SCORES(X) .*/#define MOE_SCORES(X) X(SMOE_TRIAL, "trial", "trial", trial, none, biased) \\/; s/MOE_CURVE_sigmoid = 1/&, MOE_CURVE_trial = 1/' \
     "$source/src/scores.h" > "$folder/list/scores.h"
-cp "$source/src/rank.h" "$folder/list/rank.h" # beside the list that it includes
+cp "$source/src/routing_decisions.h" "$folder/list/routing_decisions.h" # beside the list that it includes
 [ "$(grep -c 'SMOE_TRIAL\|MOE_CURVE_trial' "$folder/list/scores.h")" -eq 2 ]
 without() { # MACRO FLAG... FILE
     macro=$1

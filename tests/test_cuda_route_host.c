@@ -1,7 +1,7 @@
 /* The arithmetic of the routing kernels that also compiles for the host (src/cuda/routing/route_math.h),
- * checked by brute force: sorting networks by the 0-1 principle, packed keys compared with rank.h for all
- * bf16 values, the fixed-point term, 16-bit keys, the order of added and dropped tokens compared with a sort,
- * and balance rounding compared with a loop over the experts. */
+ * checked by brute force: sorting networks by the 0-1 principle, packed keys compared with
+ * routing_decisions.h for all bf16 values, the fixed-point term, 16-bit keys, the order of added and dropped
+ * tokens compared with a sort, and balance rounding compared with a loop over the experts. */
 #include "cuda/routing/route_math.h"
 
 #include <math.h>

@@ -1,8 +1,8 @@
 /* Compares the stage round with a brute force that sorts every expert's tokens: all rules, scores and key
- * widths, many tiles, strange logits. The brute force computes scores with rank.h, which test_rank checks,
- * and makes all decisions itself. */
-#include "rank.h"
+ * widths, many tiles, strange logits. The brute force computes scores with routing_decisions.h, which
+ * test_routing_decisions checks, and makes all decisions itself. */
 #include "routing_case.h"
+#include "routing_decisions.h"
 
 #include <math.h>
 

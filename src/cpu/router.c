@@ -1,6 +1,6 @@
 /* route: computes logits = X Wr^T + br (T, E) on fixed panels of tokens. Then it finds the K best experts of
  * every token and their weights. It also writes what later stages read: the selection bits, and for rounding
- * the ranking keys and the softmax's max and sum. The arithmetic of scores is in rank.h. */
+ * the ranking keys and the softmax's max and sum. The arithmetic of scores is in routing_decisions.h. */
 #include "blas.h"
 #include "convert.h"
 #include "routing.h"

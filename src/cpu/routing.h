@@ -8,7 +8,7 @@
 #define SMOE_CPU_ROUTING_H
 
 #include "cpu.h"
-#include "rank.h"
+#include "routing_decisions.h"
 
 enum { MOE_TOKEN_PANEL = 256, MOE_PANEL_WORDS = MOE_TOKEN_PANEL / 64 };
 

@@ -3,7 +3,7 @@
 #define SMOE_CUDA_LAUNCH_BACKWARD_H
 
 #include "host/launch.h"
-#include "rank.h"
+#include "routing_decisions.h"
 #include "wanted.h"
 
 #ifdef __cplusplus

@@ -5,7 +5,7 @@
 
 #include "backend.h"
 #include "host/launch.h"
-#include "rank.h"
+#include "routing_decisions.h"
 
 #ifdef __cplusplus
 extern "C" {

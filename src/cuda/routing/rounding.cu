@@ -2,7 +2,7 @@
 // and sets or clears bits of the expert's mask until that many bits are set.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// The CTA adds or drops m tokens. Three integers describe a token. rank.h computes the first,
+// The CTA adds or drops m tokens. Three integers describe a token. routing_decisions.h computes the first,
 // routing/route_math.h the others:
 // - The key compares as the token's score for this expert does.
 // - The rank tells how soon the token is added or dropped: higher ranks come first. If tokens are added, the

@@ -1,12 +1,12 @@
 /* Arithmetic of the routing kernels that compiles for the host (where tests check it by brute force) and for
  * the device: sorting networks on small arrays, packed top-K keys, 16-bit ranking keys, the order of
- * candidates for rounding, the targets of balance rounding in closed form. rank.h says what each decision
- * means. */
+ * candidates for rounding, the targets of balance rounding in closed form. routing_decisions.h says what each
+ * decision means. */
 #ifndef SMOE_CUDA_ROUTE_MATH_H
 #define SMOE_CUDA_ROUTE_MATH_H
 
 #include "host_device.h"
-#include "rank.h"
+#include "routing_decisions.h"
 #include <math.h>
 
 #ifdef __CUDA_ARCH__

@@ -1,7 +1,7 @@
-/* rank.h: the exp polynomial and the sigmoid compared with libm in double, ordered keys, sums that do not
- * depend on the order, Philox4x32-10 compared with the known answers published with Random123, and the counts
- * of the rounding rules compared with plain arithmetic. */
-#include "rank.h"
+/* routing_decisions.h: the exp polynomial and the sigmoid compared with libm in double, ordered keys, sums
+ * that do not depend on the order, Philox4x32-10 compared with the known answers published with Random123,
+ * and the counts of the rounding rules compared with plain arithmetic. */
+#include "routing_decisions.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
