@@ -30,9 +30,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 
-from peers_lib import page, records, suites, tables  # noqa: E402
-from peers_lib.processes import VARIABLES  # noqa: E402
-from peers_lib.run import BASE, JOBS, PEERS, Failed, Run, say  # noqa: E402
+from comparison import page, records, suites, tables  # noqa: E402
+from comparison.processes import VARIABLES  # noqa: E402
+from comparison.run import BASE, JOBS, PEERS, Failed, Run, say  # noqa: E402
 
 MODELS, ROUTINGS, PARTS = ("0.5B", "1.4B", "7B", "tiny"), ("random", "uniform", "skewed"), ("experts", "layer")
 MEASURED = ("CMakeLists.txt", "cmake", "include", "src", "python")
@@ -270,7 +270,7 @@ def of_ranks(options, shapes):
     Path(options.records).parent.mkdir(exist_ok=True)
     check_files(options)
     sys.path.append(str(ROOT / "python"))
-    from peers_lib import ranks
+    from comparison import ranks
 
     if not options.show:
         given = "device ranks dtype seed settle timed shape_seconds least_rounds seconds routings jobs commit records"
@@ -286,7 +286,7 @@ def main():
         os.dup2(2, 1)  # libraries print to stdout; from here on that is stderr, apart from the answers
         sys.path.append(str(ROOT / "python"))
         try:
-            from peers_lib import worker
+            from comparison import worker
 
             worker.main(answers)
         except (BrokenPipeError, KeyboardInterrupt):  # nobody waits for answers any more

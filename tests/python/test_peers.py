@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
 import peers  # noqa: E402
-from peers_lib import implementations, inputs, page, records, run, step, suites, tables  # noqa: E402
+from comparison import implementations, inputs, page, records, run, step, suites, tables  # noqa: E402
 
 EVERY = suites.read(ROOT / "docs/shapes.csv")
 TINY = suites.TINY[0]
@@ -149,7 +149,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
 def test_two_programs_append_to_one_file(tmp_path):
     path, each = tmp_path / "peers.jsonl", 40
     program = (
-        "import json, sys; sys.path.insert(0, sys.argv[1]); from peers_lib import records\n"
+        "import json, sys; sys.path.insert(0, sys.argv[1]); from comparison import records\n"
         "for i in range(int(sys.argv[4])):\n"
         "    records.append(sys.argv[2], [json.loads(sys.argv[3]) | {'shape': f'{sys.argv[5]} {i}'}])"
     )

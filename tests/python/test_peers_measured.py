@@ -14,7 +14,7 @@ from conftest import make_layer
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
-from peers_lib import implementations, inputs, measured, reference, run, step, suites, timing, worker  # noqa: E402
+from comparison import implementations, inputs, measured, reference, run, step, suites, timing, worker  # noqa: E402
 
 TINY = suites.TINY[0]
 

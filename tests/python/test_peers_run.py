@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
 import peers  # noqa: E402
-from peers_lib import processes, records, run, suites, tables  # noqa: E402
+from comparison import processes, records, run, suites, tables  # noqa: E402
 from test_peers import EVERY, some_records  # noqa: E402
 
 # ---- the loop, with pretended processes ----

@@ -14,7 +14,7 @@ PEERS = (
     "smoe", "smoe-concatenated", "smoe-portable", "sonicmoe", "scattermoe", "momoe", "liger", "grouped_mm", "transformers",
     "loop", "cublas", *VARIABLES,
 )  # fmt: skip
-JOBS = ("alone", "smoe-ep", "a2a-smoe", "a2a-grouped_mm", "torch")  # of --ranks, peers_lib/ranks.py
+JOBS = ("alone", "smoe-ep", "a2a-smoe", "a2a-grouped_mm", "torch")  # of --ranks, comparison/ranks.py
 # Makes SonicMoE's tuner ignore the timings that it keeps in files. The other tuners start anew in every process.
 NEW_TUNING = {"QUACK_FORCE_CACHE_UPDATE": "1"}
 
