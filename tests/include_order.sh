@@ -1,6 +1,6 @@
 #!/bin/sh
-# The includes of src/ must have no cycle, and a folder of src/cuda must not include files of the folders that depend on it:
-# include_order.sh SOURCE_FOLDER. If not, prints the cycle or the forbidden includes; exit status 1.
+# The includes of src/ must have no cycle, a folder of src/cuda must not include files of the folders that depend on it, and no
+# two files may share a name: include_order.sh SOURCE_FOLDER. If not, prints the cycle, includes or names; exit status 1.
 set -eu
 cd "$1/src"
 pairs=$(mktemp)
@@ -40,4 +40,13 @@ forbid experts '(routing|ep|sm[0-9]+)'
 forbid ep '(tma|routing|experts|sm[0-9]+)'
 forbid sm80 '(routing|ep|sm90)'
 forbid sm90 '(routing|ep|sm80)'
+
+# No two files share a name, except where one backend mirrors the other, or one generation of GPUs the other.
+named=$(find . -type f ! -name CMakeLists.txt | sed -E 's,^\./,,; s,^(cpu|cuda/host)/,BACKEND/,; s,^cuda/sm[0-9]+/,cuda/GENERATION/,' | sort -u |
+    sed 's,.*/,,' | sort | uniq -d)
+if [ -n "$named" ]; then
+    find . -type f | grep -F "$(echo "$named" | sed 's,^,/,')" >&2
+    echo "include_order: the files above of src/ share a name" >&2
+    status=1
+fi
 exit $status

@@ -22,7 +22,7 @@ static inline int moe_starts_early(const moe_device *device)
 /* What every launch of a call needs. */
 typedef struct moe_launch {
     const moe_device *device;
-    const void *state; /* what the device's generation keeps for it (host/kernels.h) */
+    const void *state; /* what the device's generation keeps for it (host/kernel_table.h) */
     smoe_type dtype;
     int sms; /* a persistent kernel has CTAs for so many SMs: 1 to those of the device */
     cudaStream_t stream;

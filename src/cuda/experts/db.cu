@@ -44,7 +44,7 @@ template <typename T, typename G> __global__ void __launch_bounds__(THREADS) col
 #pragma unroll 4
         for (int i = row; i < count; i += ROWS) {
             const int64_t from = p.row_token ? (int64_t)__ldg(p.row_token + first + i) : first + i;
-            if (from < 0) continue; // a pad row between an expert's rows (ep/plan.cu)
+            if (from < 0) continue; // a pad row between an expert's rows (ep/ep_plan.cu)
             const float weight = p.row_weight ? __ldg(p.row_weight + first + i) : 1.0f;
             add<T>(sum, __ldg((const uint4 *)((const T *)p.values + from * p.columns + column)), weight);
         }

@@ -16,7 +16,7 @@
 #include "common/activation.cuh"
 #include "common/instances.cuh"
 #include "experts/gemm_few_rows.cuh"
-#include "host/kernels.h"
+#include "host/kernel_table.h"
 
 namespace moe
 {

@@ -25,7 +25,7 @@
 #pragma once
 #include "common/launch.cuh"
 #include "common/mma.cuh"
-#include "host/kernels.h"
+#include "host/kernel_table.h"
 #include "schedule/few_rows.h"
 #include "tma/mbarrier.cuh"
 

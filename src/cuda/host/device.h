@@ -3,7 +3,7 @@
 #define SMOE_CUDA_DEVICE_H
 
 #include "backend.h"
-#include "host/kernels.h"
+#include "host/kernel_table.h"
 
 /* context->state */
 typedef struct device_state {

@@ -61,7 +61,7 @@ cudaError_t moe_cuda_ep_take_headers(const moe_launch *on, const moe_ep_begin_ca
 cudaError_t moe_cuda_ep_gate(const moe_launch *on, const moe_ep_view *view, moe_ep_flag flag, int part);
 cudaError_t moe_cuda_ep_signal(const moe_launch *on, const moe_ep_view *view, moe_ep_flag flag, int part);
 
-/* ---- plan.cu ---- */
+/* ---- ep_plan.cu ---- */
 
 /* What is read of the plan of a rank's own tokens. */
 typedef struct moe_ep_own_plan {
@@ -74,7 +74,7 @@ typedef struct moe_ep_own_plan {
 cudaError_t moe_cuda_ep_send_routing(const moe_launch *on, const moe_ep_view *view,
                                      const moe_ep_own_plan *plan);
 
-/* The plan of the received rows: see plan.cu. Experts are those of this rank. */
+/* The plan of the received rows: see ep_plan.cu. Experts are those of this rank. */
 typedef struct moe_ep_received_plan {
     moe_ep_view view;
     const int64_t *tokens; /* (ranks) */
@@ -142,7 +142,7 @@ typedef struct moe_ep_collect {
 } moe_ep_collect;
 cudaError_t moe_cuda_ep_collect(const moe_launch *on, const moe_ep_collect *collect);
 
-/* ---- ds.cu ---- */
+/* ---- ep_ds.cu ---- */
 
 /* dS of received rows, the sum of `parts` parts, to the ranks of their tokens. */
 typedef struct moe_ep_send_ds {

@@ -3,7 +3,7 @@
 #ifndef SMOE_CUDA_SM80_KERNELS_H
 #define SMOE_CUDA_SM80_KERNELS_H
 
-#include "host/kernels.h"
+#include "host/kernel_table.h"
 
 #ifdef __cplusplus
 extern "C" {

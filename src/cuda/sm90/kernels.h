@@ -4,7 +4,7 @@
 #ifndef SMOE_CUDA_SM90_KERNELS_H
 #define SMOE_CUDA_SM90_KERNELS_H
 
-#include "host/kernels.h"
+#include "host/kernel_table.h"
 
 #ifdef __cplusplus
 extern "C" {
