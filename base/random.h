@@ -1,4 +1,4 @@
-/* Counter-based random numbers: value number `index` of the stream `seed`, independent of earlier calls. In
+/* Counter-based random numbers: value number `index` of `seed`, independent of earlier calls. In
  * CUDA C the functions are for host and device. */
 #ifndef BASE_RANDOM_H
 #define BASE_RANDOM_H

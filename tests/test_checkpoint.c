@@ -11,7 +11,7 @@
 #include <cmocka.h>
 
 #include "train/files/safetensors.h"
-#include "train/files/stream.h"
+#include "train/files/transfer.h"
 #include "train/run/checkpoint.h"
 
 #include <omp.h>
@@ -203,7 +203,7 @@ static void test_pieces(void **state)
     make_model(&again, &config);
     param_init(m.weights.host, &m.weights.layout, 7);
     const size_t total = m.weights.layout.total;
-    assert_true(m.weights.layout.tensors[0].count > STREAM_BYTES / sizeof(float));
+    assert_true(m.weights.layout.tensors[0].count > TRANSFER_BYTES / sizeof(float));
     float *moments = malloc(4 * total * sizeof *moments);
     for (size_t i = 0; i < 2 * total; i++) moments[i] = (float)i;
     const adamw_arrays arrays = {.first = moments, .second = moments + total, .state_type = SMOE_TYPE_F32},

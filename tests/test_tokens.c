@@ -97,8 +97,8 @@ static void test_windows(void **state)
     tokens_close(data);
 }
 
-/* One epoch must have adjoining windows, each once, all inside the training stream, in another order than the
- * stream's. */
+/* One epoch must have adjoining windows, each once, all inside the training corpus, in another order than the
+ * corpus's. */
 static void check_epoch(const tokens *data, uint64_t seed, uint64_t epoch, int32_t *first)
 {
     enum { WINDOWS = (IDS - IDS / 20) / CONTEXT - 1 };

@@ -105,9 +105,9 @@ static void a_resumed_run_keeps_its_split(void **state)
     assert_same_checkpoints(p->out, out);
 }
 
-/* The checksum has the first and the last token of both streams in it, and changes if two tokens change
+/* The checksum has the first and the last token of both corpora in it, and changes if two tokens change
  * places. */
-static void the_checksum_reads_both_streams(void **state)
+static void the_checksum_reads_both_corpora(void **state)
 {
     enum { SIZE = 100000, CUT = SIZE - SIZE / 20 };
     static const int places[] = {0, CUT - 2, CUT, SIZE - 2};
@@ -142,7 +142,7 @@ int main(void)
         RUN(a_state_without_a_text_resumes),
         RUN(a_run_without_validations_trains_on_all),
         RUN(a_resumed_run_keeps_its_split),
-        cmocka_unit_test(the_checksum_reads_both_streams),
+        cmocka_unit_test(the_checksum_reads_both_corpora),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

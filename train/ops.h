@@ -111,11 +111,11 @@ struct train_ops {
     void (*load)(train_device *dv, float *host, const void *from, smoe_type type, int64_t count);
     void (*clear)(train_device *dv, void *memory, size_t bytes);
     void (*copy)(train_device *dv, void *to, const void *from, size_t bytes); // on the device
-    /* Writes values [first, first + count) of a stream of normal values (base/random.h) times deviation, or
+    /* Writes values [first, first + count) of a seed's normal values (base/random.h) times deviation, or
      * ones if deviation is 0, in f32 to master and rounded to `to` (type), either of which may be NULL. NULL
      * on the CPU, where the caller draws. */
     void (*draw)(train_device *dv, void *to, smoe_type type, float *master, int64_t first, int64_t count,
-                 double deviation, uint64_t stream);
+                 double deviation, uint64_t seed);
     /* Prepares a batch with `rows` tokens for each of its `parts` passes. The device may still be working on
      * the batch before. targets may be NULL. to (parts) receives the device pointers to which load_batch will
      * copy the batch. The first call must have the most tokens of all calls, and the pointers stay the same.

@@ -1,4 +1,4 @@
-// The first weights: value i of a stream of random numbers (base/random.h), made normal by Box and Muller,
+// The first weights: value i of the random numbers of a seed (base/random.h), made normal by Box and Muller,
 // in double as on the host. The GPU's logarithm and cosine may differ from the host's in the last bit, so
 // after rounding to f32 a rare value differs. 2 or 6 bytes for each weight.
 #include "base/random.h"

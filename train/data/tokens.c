@@ -1,4 +1,4 @@
-/* See tokens.h: splits the sources into two streams and cuts batches and windows from them. */
+/* See tokens.h: splits the sources into two corpora and cuts batches and windows from them. */
 #define _POSIX_C_SOURCE 200809L
 #include "train/data/tokens.h"
 
@@ -21,29 +21,29 @@ enum {
 typedef struct span {
     const unsigned char *bytes; // (count, width)
     int width;
-    int64_t start, count; // place in the stream, tokens
+    int64_t start, count; // place in the corpus, tokens
 } span;
 
-typedef struct stream {
+typedef struct corpus {
     span *spans; // sorted by start, none empty
     size_t span_count;
     int64_t total; // tokens
-} stream;
+} corpus;
 
 struct tokens {
     token_source *sources;
     size_t source_count;
     size_t skipped; // binary files of folders
     char *first_skipped;
-    stream train, validation;
+    corpus train, validation;
     tokens_held held;
     const bpe *table; // NULL: none
     int64_t context;
 };
 
-/* ---- streams ---- */
+/* ---- corpora ---- */
 
-static void stream_add(stream *s, const token_source *source, int64_t from, int64_t to)
+static void corpus_add(corpus *s, const token_source *source, int64_t from, int64_t to)
 {
     if (from >= to) return;
     s->spans[s->span_count++] =
@@ -51,14 +51,14 @@ static void stream_add(stream *s, const token_source *source, int64_t from, int6
     s->total += to - from;
 }
 
-static void stream_clear(stream *s)
+static void corpus_clear(corpus *s)
 {
     s->span_count = 0;
     s->total = 0;
 }
 
 /* The last span that starts at or before `position`. */
-static size_t span_at(const stream *s, int64_t position)
+static size_t span_at(const corpus *s, int64_t position)
 {
     size_t low = 0, high = s->span_count;
     while (high - low > 1) {
@@ -80,7 +80,7 @@ static void span_copy(const span *s, int64_t from, int64_t count, int32_t *out)
         for (int64_t i = 0; i < count; i++) out[i] = p[2 * i] | p[2 * i + 1] << 8;
 }
 
-static void stream_copy(const stream *s, int64_t position, int64_t count, int32_t *out)
+static void corpus_copy(const corpus *s, int64_t position, int64_t count, int32_t *out)
 {
     assert(position >= 0 && count <= s->total - position);
     for (size_t i = span_at(s, position); count > 0; i++) {
@@ -99,7 +99,7 @@ static void split_files(tokens *data)
 {
     for (size_t i = 0; i < data->source_count; i++) {
         const token_source *source = &data->sources[i];
-        stream_add(i % SPLIT == SPLIT / 2 ? &data->validation : &data->train, source, 0, source->count);
+        corpus_add(i % SPLIT == SPLIT / 2 ? &data->validation : &data->train, source, 0, source->count);
     }
 }
 
@@ -108,8 +108,8 @@ static void split_tails(tokens *data)
     for (size_t i = 0; i < data->source_count; i++) {
         const token_source *source = &data->sources[i];
         int64_t cut = source->count - source->count / SPLIT;
-        stream_add(&data->train, source, 0, cut);
-        stream_add(&data->validation, source, cut, source->count);
+        corpus_add(&data->train, source, 0, cut);
+        corpus_add(&data->validation, source, cut, source->count);
     }
 }
 
@@ -156,7 +156,7 @@ static bool split_names(tokens *data)
     if (validation == 0 || validation == data->source_count) return false;
     for (size_t i = 0; i < data->source_count; i++) {
         const token_source *source = &data->sources[i];
-        stream_add(source->validates ? &data->validation : &data->train, source, 0, source->count);
+        corpus_add(source->validates ? &data->validation : &data->train, source, 0, source->count);
     }
     data->held = TOKENS_HELD_NAMED;
     return true;
@@ -170,24 +170,24 @@ static void split_train(tokens *data)
         double share = (double)data->validation.total / (double)(data->validation.total + data->train.total);
         data->held = TOKENS_HELD_FILES;
         if (share >= 0.02 && share <= 0.10) return;
-        stream_clear(&data->train);
-        stream_clear(&data->validation);
+        corpus_clear(&data->train);
+        corpus_clear(&data->validation);
     }
     data->held = TOKENS_HELD_TAILS;
     split_tails(data);
 }
 
-/* Files that are for validation by their names are in no stream. */
+/* Files that are for validation by their names are in no corpus. */
 static void split_whole(tokens *data)
 {
     const bool named = split_names(data);
-    stream_clear(&data->validation);
+    corpus_clear(&data->validation);
     for (size_t i = 0; !named && i < data->source_count; i++)
-        stream_add(&data->train, &data->sources[i], 0, data->sources[i].count);
+        corpus_add(&data->train, &data->sources[i], 0, data->sources[i].count);
 }
 
 /* One target is enough, because evaluation has a shorter window for the rest. */
-static bool check_evaluated(const stream *s, const char *name, error *err)
+static bool check_evaluated(const corpus *s, const char *name, error *err)
 {
     if (s->total >= 2) return true;
     return fail(err, ERROR_RUNTIME, "%s: %lld tokens to evaluate, at least 2 are needed", name,
@@ -195,7 +195,7 @@ static bool check_evaluated(const stream *s, const char *name, error *err)
 }
 
 /* `what` the tokens are for, `other` the end of the message. */
-static bool check_stream(const stream *s, const char *what, const char *other, int64_t context,
+static bool check_corpus(const corpus *s, const char *what, const char *other, int64_t context,
                          const char *name, error *err)
 {
     if (s->total > context) return true;
@@ -205,7 +205,7 @@ static bool check_stream(const stream *s, const char *what, const char *other, i
 }
 
 /* `name` names all the data in messages. */
-static bool make_streams(tokens *data, tokens_split split, const char *name, error *err)
+static bool make_corpora(tokens *data, tokens_split split, const char *name, error *err)
 {
     data->train.spans = malloc((data->source_count + 1) * sizeof(span));
     data->validation.spans = malloc((data->source_count + 1) * sizeof(span));
@@ -216,16 +216,16 @@ static bool make_streams(tokens *data, tokens_split split, const char *name, err
             return fail(err, ERROR_RUNTIME, "%s: text and token files (*.bin) cannot be mixed", name);
     if (split == TOKENS_EVAL) {
         for (size_t i = 0; i < data->source_count; i++)
-            stream_add(&data->validation, &data->sources[i], 0, data->sources[i].count);
+            corpus_add(&data->validation, &data->sources[i], 0, data->sources[i].count);
         return check_evaluated(&data->validation, name, err);
     }
     if (split == TOKENS_WHOLE)
         split_whole(data);
     else
         split_train(data);
-    return check_stream(&data->train, "train", "", data->context, name, err) &&
+    return check_corpus(&data->train, "train", "", data->context, name, err) &&
            (split == TOKENS_WHOLE ||
-            check_stream(&data->validation, "validate", ", or --evaluations 0", data->context, name, err));
+            check_corpus(&data->validation, "validate", ", or --evaluations 0", data->context, name, err));
 }
 
 /* ---- opening ---- */
@@ -261,7 +261,7 @@ bool tokens_parse(tokens **data, const void *bytes, size_t size, const char *nam
     if (!tokens_new(data, 1, table, context, name, err)) return false;
     (*data)->source_count = 1;
     return finish(data, token_source_parse(&(*data)->sources[0], bytes, size, name, table, vocab, err) &&
-                            make_streams(*data, split, name, err));
+                            make_corpora(*data, split, name, err));
 }
 
 static bool is_named(const char *path, const char *const *paths, size_t count)
@@ -342,7 +342,7 @@ static bool open_list(tokens **data, const file_list *list, const char *const *p
     if (!tokens_new(data, list->count, table, context, name, err)) return false;
     bool ok = open_sources(*data, list, paths, count, vocab, err);
     if (ok && (*data)->source_count == 0) ok = fail_empty(*data, name, err);
-    return finish(data, ok && make_streams(*data, split, name, err) && check_bytes(*data, vocab, name, err));
+    return finish(data, ok && make_corpora(*data, split, name, err) && check_bytes(*data, vocab, name, err));
 }
 
 bool tokens_open(tokens **data, const char *const *paths, size_t count, const bpe *table, int64_t vocab,
@@ -454,15 +454,15 @@ int64_t tokens_all_count(const tokens *data)
 
 /* ---- the mark of a text ---- */
 
-/* At equal distances, the first at the beginning and the last at the end. Of a short stream all tokens. */
-static uint64_t stream_checksum(const stream *s, uint64_t sum)
+/* At equal distances, the first at the beginning and the last at the end. Of a short corpus all tokens. */
+static uint64_t corpus_checksum(const corpus *s, uint64_t sum)
 {
     enum { PLACES = 256, RUN = 64 };
     const int64_t run = s->total < RUN ? s->total : RUN, all = (s->total + RUN - 1) / RUN;
     const int64_t places = all < PLACES ? all : PLACES;
     for (int64_t i = 0; i < places; i++) {
         int32_t ids[RUN];
-        stream_copy(s, places > 1 ? i * (s->total - run) / (places - 1) : 0, run, ids);
+        corpus_copy(s, places > 1 ? i * (s->total - run) / (places - 1) : 0, run, ids);
         for (int64_t k = 0; k < run; k++) sum = random_bits(sum, (uint64_t)ids[k]);
     }
     return sum;
@@ -472,15 +472,15 @@ tokens_mark tokens_identify(const tokens *data)
 {
     return (tokens_mark){.train = data->train.total,
                          .validation = data->validation.total,
-                         .checksum = stream_checksum(&data->validation, stream_checksum(&data->train, 0))};
+                         .checksum = corpus_checksum(&data->validation, corpus_checksum(&data->train, 0))};
 }
 
 /* ---- batches ---- */
 
-static void copy_window(const stream *s, int64_t position, int64_t count, int32_t *inputs, int32_t *targets)
+static void copy_window(const corpus *s, int64_t position, int64_t count, int32_t *inputs, int32_t *targets)
 {
-    stream_copy(s, position, count, inputs);
-    stream_copy(s, position + 1, count, targets);
+    corpus_copy(s, position, count, inputs);
+    corpus_copy(s, position + 1, count, targets);
 }
 
 /* Element `index` of a random permutation of 0..count-1. A Feistel network permutes the numbers below the
@@ -503,7 +503,7 @@ static uint64_t permuted(uint64_t index, uint64_t count, uint64_t key)
     return index;
 }
 
-/* Where sample number `sample` starts. An epoch has one window less than the stream has room for, so that the
+/* Where sample number `sample` starts. An epoch has one window less than the corpus has room for, so that the
  * start of the first window can vary. */
 static int64_t sample_position(const tokens *data, uint64_t seed, uint64_t sample)
 {

@@ -71,7 +71,7 @@ enum { WRITE_BUFFER = 1 << 20, WRITE_EARLY = 1 << 24 };
 struct file_writer {
     char *path;
     char *temporary; // path.tmp.PID; NULL until it exists
-    FILE *stream;
+    FILE *file;
     size_t written; // bytes given
     size_t begun;   // of these, bytes that the disk has begun to write
 };
@@ -80,7 +80,7 @@ static void writer_free(file_writer **writer)
 {
     file_writer *w = *writer;
     if (w == NULL) return;
-    if (w->stream != NULL) fclose(w->stream);
+    if (w->file != NULL) fclose(w->file);
     if (w->temporary != NULL) unlink(w->temporary);
     free(w->temporary);
     free(w->path);
@@ -118,13 +118,13 @@ static bool writer_create(file_writer **writer, error *err)
         return writer_fail(writer, "create a temporary file beside it", number, err);
     }
     w->temporary = name;
-    w->stream = fdopen(descriptor, "w");
-    if (w->stream == NULL) {
+    w->file = fdopen(descriptor, "w");
+    if (w->file == NULL) {
         int number = errno;
         close(descriptor);
         return writer_fail(writer, "write", number, err);
     }
-    setvbuf(w->stream, NULL, _IOFBF, WRITE_BUFFER);
+    setvbuf(w->file, NULL, _IOFBF, WRITE_BUFFER);
     return true;
 }
 
@@ -151,8 +151,8 @@ bool file_writer_open(file_writer **writer, const char *path, error *err)
 static bool begin_early(file_writer *w)
 {
     if (w->written - w->begun < WRITE_EARLY) return true;
-    if (fflush(w->stream) != 0) return false;
-    (void)sync_file_range(fileno(w->stream), (off_t)w->begun, (off_t)(w->written - w->begun),
+    if (fflush(w->file) != 0) return false;
+    (void)sync_file_range(fileno(w->file), (off_t)w->begun, (off_t)(w->written - w->begun),
                           SYNC_FILE_RANGE_WRITE);
     w->begun = w->written;
     return true;
@@ -160,7 +160,7 @@ static bool begin_early(file_writer *w)
 
 bool file_writer_write(file_writer **writer, const void *bytes, size_t size, error *err)
 {
-    if (size > 0 && fwrite(bytes, 1, size, (*writer)->stream) != size)
+    if (size > 0 && fwrite(bytes, 1, size, (*writer)->file) != size)
         return writer_fail(writer, "write", errno, err);
     (*writer)->written += size;
     return begin_early(*writer) || writer_fail(writer, "write", errno, err);
@@ -171,8 +171,8 @@ bool file_writer_extend(file_writer **writer, size_t bytes, error *err)
     file_writer *w = *writer;
     w->written += bytes;
     w->begun = w->written;
-    return (fflush(w->stream) == 0 && ftruncate(fileno(w->stream), (off_t)w->written) == 0 &&
-            fseeko(w->stream, 0, SEEK_END) == 0) ||
+    return (fflush(w->file) == 0 && ftruncate(fileno(w->file), (off_t)w->written) == 0 &&
+            fseeko(w->file, 0, SEEK_END) == 0) ||
            writer_fail(writer, "extend", errno, err);
 }
 
@@ -206,11 +206,10 @@ static bool sync_folder(const char *path, error *err)
 bool file_writer_commit(file_writer **writer, error *err)
 {
     file_writer *w = *writer;
-    if (fflush(w->stream) != 0 || fsync(fileno(w->stream)) != 0)
-        return writer_fail(writer, "write", errno, err);
-    FILE *stream = w->stream;
-    w->stream = NULL;
-    if (fclose(stream) != 0) return writer_fail(writer, "close", errno, err);
+    if (fflush(w->file) != 0 || fsync(fileno(w->file)) != 0) return writer_fail(writer, "write", errno, err);
+    FILE *file = w->file;
+    w->file = NULL;
+    if (fclose(file) != 0) return writer_fail(writer, "close", errno, err);
     if (rename(w->temporary, w->path) != 0) return writer_fail(writer, "replace", errno, err);
     free(w->temporary);
     w->temporary = NULL;

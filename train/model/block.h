@@ -104,7 +104,7 @@ struct block {
     void *common, *own;
     int64_t layer;
     size_t norm; // (d) weights of the norm
-    void *x, *h; // (rows, d): the stream before the block; norm(x)
+    void *x, *h; // (rows, d): the residual stream before the block; norm(x)
     float *rstd; // (rows)
 };
 
@@ -125,7 +125,7 @@ static inline void *block_grad(const block *b, size_t offset)
 }
 
 /* Deviations of the first, random weights. Matrices whose product is added to the residual stream start
- * smaller, so that the variance of the stream does not grow with the depth. */
+ * smaller, so that the variance of that stream does not grow with the depth. */
 double block_deviation(const model_config *c);
 double block_deviation_out(const model_config *c);
 

@@ -58,13 +58,14 @@ typedef struct model {
     block_frame frame;
     int64_t parts, first_part, passes; // its parts of a step's passes, and the number of all
     void *commons[MODEL_KINDS];
-    block *blocks; // (MODEL_BRANCHES layers + 1) in the order of the stream; the last is the final norm alone
+    block *blocks; // (MODEL_BRANCHES layers + 1) in the order of the residual stream; the last is the final
+                   // norm alone
     model_head head;
     device_batch *batches; // (parts) the batch that was loaded last, pass by pass
     device_batch batch;    // the one that the current pass reads
     float *losses;         // (parts, rows)
     double *scalars;       // (SCALARS) on the device
-    void *dx, *dh;         // (rows, d) gradients of the stream and of a norm's output
+    void *dx, *dh;         // (rows, d) gradients of the residual stream and of a norm's output
     void *memory;          // on the device: contains all of these
     model_bytes bytes;
 } model;

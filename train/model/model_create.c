@@ -113,9 +113,9 @@ static bool lay_out(model *m, error *err)
 
 /* ---- memory ---- */
 
-/* The stream before a block, its norm's output and what the block keeps. The stream before a layer is there
- * for the whole pass. Shared, the outputs of both norms of a layer are one: the first was read when the
- * second is written. */
+/* The residual stream before a block, its norm's output and what the block keeps. The residual stream before
+ * a layer is there for the whole pass. Shared, the outputs of both norms of a layer are one: the first was
+ * read when the second is written. */
 static void place_layer(model *m, block *layer, const block_memory *memory)
 {
     const block_frame *f = &m->frame;
@@ -145,11 +145,11 @@ static void place_layer(model *m, block *layer, const block_memory *memory)
 static void place_layers(model *m, arena *a)
 {
     const block_memory memory = {a, &m->frame, false};
-    const int64_t stream = m->frame.rows * m->config.hidden;
+    const int64_t residual = m->frame.rows * m->config.hidden;
     void *x = NULL;
     for (int64_t l = 0; l < m->config.layers; l++) {
         block *layer = &m->blocks[MODEL_BRANCHES * l];
-        if (!l || m->frame.use == MODEL_TRAIN) x = arena_values(a, m->device->type, stream);
+        if (!l || m->frame.use == MODEL_TRAIN) x = arena_values(a, m->device->type, residual);
         layer->x = x;
         place_layer(m, layer, &memory);
     }

@@ -77,7 +77,7 @@ size_t param_count(const param_layout *layout)
     return count;
 }
 
-uint64_t param_stream(uint64_t seed, size_t index)
+uint64_t param_seed(uint64_t seed, size_t index)
 {
     return random_bits(seed, index);
 }
@@ -87,11 +87,10 @@ void param_init(float *weights, const param_layout *layout, uint64_t seed)
     memset(weights, 0, layout->total * sizeof *weights);
     for (size_t i = 0; i < layout->tensor_count; i++) {
         const param_tensor *tensor = &layout->tensors[i];
-        uint64_t stream = param_stream(seed, i);
+        uint64_t own = param_seed(seed, i);
         float *values = weights + tensor->offset;
 #pragma omp parallel for schedule(static)
         for (size_t j = 0; j < tensor->count; j++)
-            values[j] =
-                tensor->deviation > 0.0 ? (float)(tensor->deviation * random_normal(stream, j)) : 1.0f;
+            values[j] = tensor->deviation > 0.0 ? (float)(tensor->deviation * random_normal(own, j)) : 1.0f;
     }
 }

@@ -48,10 +48,10 @@ size_t param_add_vector(param_layout *layout, int64_t size, int64_t layer, const
 /* The number of weights, without the space between the groups. */
 size_t param_count(const param_layout *layout);
 
-/* The stream of random values (base/random.h) that tensor `index` starts from. */
-uint64_t param_stream(uint64_t seed, size_t index);
+/* The seed of tensor `index`'s random values (base/random.h). */
+uint64_t param_seed(uint64_t seed, size_t index);
 
-/* Fills weights (total): normal values from the seed, each tensor its own stream; ones for the norms. */
+/* Fills weights (total): normal values, each tensor from its own seed; ones for the norms. */
 void param_init(float *weights, const param_layout *layout, uint64_t seed);
 
 #endif

@@ -6,7 +6,7 @@
 #include "train/files/file.h"
 #include "train/files/safetensors.h"
 #include "train/files/safetensors_patch.h"
-#include "train/files/stream.h"
+#include "train/files/transfer.h"
 #include "train/run/checkpoint_fill.h"
 #include "train/run/shards.h"
 
@@ -64,14 +64,14 @@ static bool join(char *path, const char *folder, const char *name, error *err)
 
 /* Tensors whose data are parts of arrays on the device. */
 typedef struct device_source {
-    stream pieces;
+    transfer pieces;
     const tensor *tensors; // their data pointers are device pointers
 } device_source;
 
 static const void *read_piece(void *user, size_t index, size_t from, size_t size, error *err)
 {
     device_source *s = user;
-    return stream_read(&s->pieces, (const char *)s->tensors[index].data + from, size, err);
+    return transfer_read(&s->pieces, (const char *)s->tensors[index].data + from, size, err);
 }
 
 /* `reserves`: leaves the tensors' bytes to checkpoint_fill. */
@@ -80,10 +80,10 @@ static bool write_tensors(const char *path, train_device *device, const tensor *
 {
     if (reserves) return safetensors_reserve(path, tensors, count, metadata, pairs, err);
     device_source source = {.tensors = tensors};
-    bool done =
-        stream_open(&source.pieces, device, err) &&
-        safetensors_write_from(path, tensors, count, metadata, pairs, read_piece, &source, STREAM_BYTES, err);
-    stream_close(&source.pieces);
+    bool done = transfer_open(&source.pieces, device, err) &&
+                safetensors_write_from(path, tensors, count, metadata, pairs, read_piece, &source,
+                                       TRANSFER_BYTES, err);
+    transfer_close(&source.pieces);
     return done;
 }
 
@@ -301,7 +301,7 @@ static bool check_explained(const safetensors *file, const char *path, const mod
                 path, safetensors_at(file, i)->name, count - explained);
 }
 
-static bool read_bias(const safetensors *file, const char *path, model *m, int64_t layer, stream *pieces,
+static bool read_bias(const safetensors *file, const char *path, model *m, int64_t layer, transfer *pieces,
                       error *err)
 {
     param_tensor p;
@@ -311,29 +311,29 @@ static bool read_bias(const safetensors *file, const char *path, model *m, int64
     if (!bias) return true;
     if (!safetensors_get(file, p.name, &t, err)) return false;
     return tensor_is_real(t, p.rank, p.shape, &why)
-               ? stream_write(pieces, bias, SMOE_TYPE_F32, NULL, file, t, 0, (int64_t)p.count, err)
+               ? transfer_write(pieces, bias, SMOE_TYPE_F32, NULL, file, t, 0, (int64_t)p.count, err)
                : fail(err, ERROR_RUNTIME, "%.200s: %.250s", path, why.text);
 }
 
 /* A tensor's weights; with arrays those whose states are here, also as master weights. */
 static bool read_weight(const safetensors *file, const param_tensor *p, const tensor *t, model *m,
-                        const adamw_arrays *arrays, stream *pieces, error *err)
+                        const adamw_arrays *arrays, transfer *pieces, error *err)
 {
     const int64_t begin = (int64_t)p->offset, count = (int64_t)p->count;
     const smoe_type type = m->device->type;
     state_run run;
     if (!arrays)
-        return stream_write(pieces, weights_at(&m->weights, p->offset), type, NULL, file, t, 0, count, err);
+        return transfer_write(pieces, weights_at(&m->weights, p->offset), type, NULL, file, t, 0, count, err);
     for (int64_t at = begin; state_run_next(arrays, at, begin + count, &run); at = run.first + run.count)
-        if (!stream_write(pieces, weights_at(&m->weights, (size_t)run.first), type,
-                          arrays->master ? arrays->master + run.state : NULL, file, t, run.first - begin,
-                          run.count, err))
+        if (!transfer_write(pieces, weights_at(&m->weights, (size_t)run.first), type,
+                            arrays->master ? arrays->master + run.state : NULL, file, t, run.first - begin,
+                            run.count, err))
             return false;
     return true;
 }
 
 static bool read_tensors(const safetensors *file, const char *path, model *m, const adamw_arrays *arrays,
-                         stream *pieces, error *err)
+                         transfer *pieces, error *err)
 {
     for (size_t i = 0; i < m->weights.layout.tensor_count; i++) {
         const param_tensor *p = &m->weights.layout.tensors[i];
@@ -352,9 +352,9 @@ static bool read_tensors(const safetensors *file, const char *path, model *m, co
 static bool read_weights(const safetensors *file, const char *path, model *m, const adamw_arrays *arrays,
                          error *err)
 {
-    stream pieces;
-    bool done = stream_open(&pieces, m->device, err) && read_tensors(file, path, m, arrays, &pieces, err);
-    stream_close(&pieces);
+    transfer pieces;
+    bool done = transfer_open(&pieces, m->device, err) && read_tensors(file, path, m, arrays, &pieces, err);
+    transfer_close(&pieces);
     return done;
 }
 
@@ -419,15 +419,15 @@ static bool read_real(const safetensors *file, const char *path, const char *key
 }
 
 static bool read_moment(const safetensors *file, const char *name, void *to, const adamw_arrays *arrays,
-                        int64_t total, stream *pieces, error *err)
+                        int64_t total, transfer *pieces, error *err)
 {
     const smoe_type type = arrays->state_type;
     const tensor *t;
     state_run run;
     if (!safetensors_get(file, name, &t, err) || !tensor_is_real(t, 1, &total, err)) return false;
     for (int64_t at = 0; state_run_next(arrays, at, total, &run); at = run.first + run.count)
-        if (!stream_write(pieces, (char *)to + (size_t)run.state * type_size(type), type, NULL, file, t,
-                          run.first, run.count, err))
+        if (!transfer_write(pieces, (char *)to + (size_t)run.state * type_size(type), type, NULL, file, t,
+                            run.first, run.count, err))
             return false;
     return true;
 }
@@ -435,11 +435,11 @@ static bool read_moment(const safetensors *file, const char *name, void *to, con
 static bool read_moments(const safetensors *file, const model *m, const adamw_arrays *arrays, error *err)
 {
     const int64_t total = (int64_t)m->weights.layout.total;
-    stream pieces;
-    bool done = stream_open(&pieces, m->device, err) &&
+    transfer pieces;
+    bool done = transfer_open(&pieces, m->device, err) &&
                 read_moment(file, "adamw.first", arrays->first, arrays, total, &pieces, err) &&
                 read_moment(file, "adamw.second", arrays->second, arrays, total, &pieces, err);
-    stream_close(&pieces);
+    transfer_close(&pieces);
     return done;
 }
 

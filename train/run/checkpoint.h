@@ -11,7 +11,7 @@
  * by a rename too. So whenever the process is killed, `latest` is a complete checkpoint. If a checkpoint
  * cannot be written (a full disk), its files are removed.
  *
- * Weights and moments go between files and the model's device piece by piece (train/files/stream.h). */
+ * Weights and moments go between files and the model's device piece by piece (train/files/transfer.h). */
 #ifndef TRAIN_CHECKPOINT_H
 #define TRAIN_CHECKPOINT_H
 

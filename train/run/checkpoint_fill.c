@@ -2,7 +2,7 @@
 #include "train/run/checkpoint_fill.h"
 
 #include "train/files/safetensors_patch.h"
-#include "train/files/stream.h"
+#include "train/files/transfer.h"
 #include "train/run/shards.h"
 
 #include <stdio.h>
@@ -10,12 +10,12 @@
 enum { PATH_BYTES = 4096 };
 
 /* Copies `bytes` of the device's memory to a tensor, from its byte `at` on. */
-static bool fill_bytes(safetensors_patch *patch, stream *pieces, const char *name, size_t at,
+static bool fill_bytes(safetensors_patch *patch, transfer *pieces, const char *name, size_t at,
                        const void *from, size_t bytes, error *err)
 {
-    for (size_t done = 0; done < bytes; done += STREAM_BYTES) {
-        const size_t size = bytes - done < STREAM_BYTES ? bytes - done : STREAM_BYTES;
-        const void *piece = stream_read(pieces, (const char *)from + done, size, err);
+    for (size_t done = 0; done < bytes; done += TRANSFER_BYTES) {
+        const size_t size = bytes - done < TRANSFER_BYTES ? bytes - done : TRANSFER_BYTES;
+        const void *piece = transfer_read(pieces, (const char *)from + done, size, err);
         if (!piece || !safetensors_patch_write(patch, name, at + done, piece, size, err)) return false;
     }
     return true;
@@ -23,8 +23,9 @@ static bool fill_bytes(safetensors_patch *patch, stream *pieces, const char *nam
 
 /* The runs of weights [begin, end), which are tensor `name`. `states`: `from` has the states alone, else all.
  */
-static bool fill_runs(safetensors_patch *patch, stream *pieces, const char *name, const adamw_arrays *arrays,
-                      int64_t begin, int64_t end, const void *from, smoe_type type, bool states, error *err)
+static bool fill_runs(safetensors_patch *patch, transfer *pieces, const char *name,
+                      const adamw_arrays *arrays, int64_t begin, int64_t end, const void *from,
+                      smoe_type type, bool states, error *err)
 {
     const size_t size = type_size(type);
     state_run run;
@@ -37,8 +38,8 @@ static bool fill_runs(safetensors_patch *patch, stream *pieces, const char *name
     return true;
 }
 
-static bool fill_weights(safetensors_patch *patch, stream *pieces, const model *m, const adamw_arrays *arrays,
-                         bool first, error *err)
+static bool fill_weights(safetensors_patch *patch, transfer *pieces, const model *m,
+                         const adamw_arrays *arrays, bool first, error *err)
 {
     const param_layout *layout = &m->weights.layout;
     const bool master = arrays->master != NULL;
@@ -57,8 +58,8 @@ static bool fill_weights(safetensors_patch *patch, stream *pieces, const model *
     return true;
 }
 
-static bool fill_moments(safetensors_patch *patch, stream *pieces, const model *m, const adamw_arrays *arrays,
-                         error *err)
+static bool fill_moments(safetensors_patch *patch, transfer *pieces, const model *m,
+                         const adamw_arrays *arrays, error *err)
 {
     const int64_t total = (int64_t)m->weights.layout.total;
     const smoe_type type = arrays->state_type;
@@ -71,14 +72,14 @@ static bool fill_file(const char *folder, const char *name, const model *m, cons
 {
     char path[PATH_BYTES];
     safetensors_patch *patch;
-    stream pieces = {0};
+    transfer pieces = {0};
     if (snprintf(path, sizeof path, "%s/%s", folder, name) >= (int)sizeof path)
         return fail(err, ERROR_USAGE, "%s: the path is too long", folder);
     if (!safetensors_patch_open(&patch, path, err)) return false;
-    const bool done =
-        stream_open(&pieces, m->device, err) && (weights ? fill_weights(patch, &pieces, m, arrays, first, err)
-                                                         : fill_moments(patch, &pieces, m, arrays, err));
-    stream_close(&pieces);
+    const bool done = transfer_open(&pieces, m->device, err) &&
+                      (weights ? fill_weights(patch, &pieces, m, arrays, first, err)
+                               : fill_moments(patch, &pieces, m, arrays, err));
+    transfer_close(&pieces);
     if (done) return safetensors_patch_commit(&patch, err);
     safetensors_patch_abort(&patch);
     return false;

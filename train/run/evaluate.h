@@ -1,4 +1,4 @@
-/* Loss of a model on the validation stream, always with plain top-K. */
+/* Loss of a model on the validation corpus, always with plain top-K. */
 #ifndef TRAIN_EVALUATE_H
 #define TRAIN_EVALUATE_H
 

@@ -16,7 +16,7 @@ typedef struct log_line {
     double loss;            // nats a token, mean over the training batches since the line before
     double bits_per_byte;   // loss in bits over the bytes of the targets; NAN (null in the file) if these are
                             // not known
-    double val_loss;        // nats a token on the validation stream; NAN (no such key) when not measured
+    double val_loss;        // nats a token on the validation corpus; NAN (no such key) when not measured
     int64_t val_tokens;     // targets of val_loss; 0 (no such key): none, or not known
     double tokens_per_s;    // since the line before
     double lr, grad_norm;   // of the last step, NAN (null in the file): not known; grad_norm is taken before

@@ -88,14 +88,14 @@ void optimizer_destroy(optimizer *o)
 }
 
 /* The master weights of one tensor whose states are here. */
-static void draw_master(optimizer *o, const param_tensor *t, uint64_t stream)
+static void draw_master(optimizer *o, const param_tensor *t, uint64_t seed)
 {
     train_device *dv = o->model->device;
     const int64_t begin = (int64_t)t->offset, end = begin + (int64_t)t->count;
     state_run run;
     for (int64_t at = begin; state_run_next(&o->arrays, at, end, &run); at = run.first + run.count)
         dv->ops->draw(dv, NULL, dv->type, o->arrays.master + run.state, run.first - begin, run.count,
-                      t->deviation, stream);
+                      t->deviation, seed);
 }
 
 void optimizer_draw(optimizer *o, uint64_t seed)
@@ -109,8 +109,8 @@ void optimizer_draw(optimizer *o, uint64_t seed)
     for (size_t i = 0; i < m->weights.layout.tensor_count; i++) {
         const param_tensor *t = &m->weights.layout.tensors[i];
         dv->ops->draw(dv, weights_at(&m->weights, t->offset), dv->type, NULL, 0, (int64_t)t->count,
-                      t->deviation, param_stream(seed, i));
-        if (o->arrays.master) draw_master(o, t, param_stream(seed, i));
+                      t->deviation, param_seed(seed, i));
+        if (o->arrays.master) draw_master(o, t, param_seed(seed, i));
     }
 }
 

@@ -1,31 +1,31 @@
-/* See stream.h. */
-#include "train/files/stream.h"
+/* See transfer.h. */
+#include "train/files/transfer.h"
 
-bool stream_open(stream *s, train_device *device, error *err)
+bool transfer_open(transfer *s, train_device *device, error *err)
 {
-    *s = (stream){device, device->ops->allocate_host(device, STREAM_BYTES)};
+    *s = (transfer){device, device->ops->allocate_host(device, TRANSFER_BYTES)};
     return s->buffer ||
-           fail(err, ERROR_RUNTIME, "out of memory: a buffer of %d MB on the host", STREAM_BYTES / 1000000);
+           fail(err, ERROR_RUNTIME, "out of memory: a buffer of %d MB on the host", TRANSFER_BYTES / 1000000);
 }
 
-void stream_close(stream *s)
+void transfer_close(transfer *s)
 {
     if (s->buffer) s->device->ops->release_host(s->device, s->buffer);
-    *s = (stream){0};
+    *s = (transfer){0};
 }
 
-const void *stream_read(stream *s, const void *from, size_t bytes, error *err)
+const void *transfer_read(transfer *s, const void *from, size_t bytes, error *err)
 {
     if (s->device->backend == SMOE_BACKEND_CPU) return from;
     s->device->ops->download(s->device, s->buffer, from, bytes);
     return s->device->ops->finish(s->device, err) ? s->buffer : NULL;
 }
 
-bool stream_write(stream *s, void *to, smoe_type type, float *master, const safetensors *file,
-                  const tensor *t, int64_t first, int64_t count, error *err)
+bool transfer_write(transfer *s, void *to, smoe_type type, float *master, const safetensors *file,
+                    const tensor *t, int64_t first, int64_t count, error *err)
 {
     const train_ops *ops = s->device->ops;
-    const int64_t most = STREAM_BYTES / sizeof(float);
+    const int64_t most = TRANSFER_BYTES / sizeof(float);
     for (int64_t done = 0; done < count; done += most) {
         const int64_t part = count - done < most ? count - done : most;
         tensor_read_part(t, first + done, part, s->buffer);
