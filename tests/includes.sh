@@ -26,3 +26,9 @@ forbidden 'train/(model|run)/' 'none' train/data/*.[ch]
 forbidden 'train/(data|run)/' 'none' train/model/*.[ch]
 [ $wrong -eq 0 ] || { echo "these includes cross a border"; exit 1; }
 echo "no include crosses a border"
+
+# A test is named by a sentence that says what holds.
+if grep -nE 'cmocka_unit_test[a-z_]*\(test_' tests/*.c tests/cuda/*.c tests/cuda/emulator/*.c; then
+    echo "these names of tests are no sentences"
+    exit 1
+fi

@@ -319,7 +319,7 @@ static void defaults_stay(void **state)
 
 /* smoe_backward_args as it was before 0.1.0, with five fields that no backend read. A library that has the
  * newer struct must not read one field as another. */
-static void test_former_backward_args(void **state)
+static void former_backward_args_are_read_rightly(void **state)
 {
     (void)state;
     enum { X = 1, LOGITS = 3, W1 = 9, W2 = 11, SAVED = 13, DOUT = 15, DX = 17, SCRATCH = 27, FIELDS = 29 };
@@ -350,7 +350,7 @@ int main(void)
         cmocka_unit_test(structs_keep_their_layout),
         cmocka_unit_test(enumerators_keep_their_values),
         cmocka_unit_test(defaults_stay),
-        cmocka_unit_test(test_former_backward_args),
+        cmocka_unit_test(former_backward_args_are_read_rightly),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

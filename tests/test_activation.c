@@ -211,7 +211,7 @@ static double sum_of_squares(double x, double y)
 
 /* |x| up to 13 in steps of 2^-10. At 13 the tails are close to the smallest normal number. The ups and da
  * vary too. */
-static void test_accuracy(void **state)
+static void activations_are_accurate(void **state)
 {
     (void)state;
     enum { N = 26 * 1024 + 1 };
@@ -256,7 +256,7 @@ static void assert_close(const activation_case *c, const char *what, double at, 
 }
 
 /* Zeros, tiny and huge numbers: finite arguments must not give NaN, and the limits must be right. */
-static void test_extremes(void **state)
+static void extreme_arguments_give_the_limits(void **state)
 {
     (void)state;
     static const float gates[] = {0.0f,   -0.0f,  1e-30f,  -1e-30f, 1e-45f, 86.9f, -86.9f, 87.5f,
@@ -278,7 +278,7 @@ static void test_extremes(void **state)
 
 /* The gate +inf gives +inf, or the limit for the two activations that have one. A NaN gives NaN, in its own
  * feature alone. */
-static void test_nan_and_infinity(void **state)
+static void nan_and_infinity_stay_in_their_feature(void **state)
 {
     (void)state;
     enum { N = 40 };
@@ -312,7 +312,7 @@ static void test_nan_and_infinity(void **state)
 }
 
 /* swiglu_clamped on both sides of its limits, and exactly at them: at 7 itself the slope is not zero. */
-static void test_oai_limits(void **state)
+static void swiglu_clamped_keeps_its_limits(void **state)
 {
     (void)state;
     static const float at[] = {-7.5f, -7.0f, -6.5f, 6.5f, 7.0f, 7.5f};
@@ -332,7 +332,7 @@ static void test_oai_limits(void **state)
 
 /* A feature's bits must depend neither on its place in the row nor on the row's length: the vector loop and
  * the loop for the remainder must agree. */
-static void test_any_length(void **state)
+static void bits_do_not_depend_on_the_length(void **state)
 {
     (void)state;
     enum { N = 77 };
@@ -361,7 +361,7 @@ static void test_any_length(void **state)
 }
 
 /* Integers, so that the sum is exact in every order: no element may be missing or counted twice. */
-static void test_dot(void **state)
+static void a_dot_product_counts_every_element_once(void **state)
 {
     (void)state;
     enum { N = 130 };
@@ -376,7 +376,7 @@ static void test_dot(void **state)
 
 /* Every bf16 value must be converted to f32 and back unchanged, halfway values must go to even, and a NaN
  * must stay a NaN, whatever its payload. */
-static void test_bf16(void **state)
+static void bf16_survives_and_halves_go_to_even(void **state)
 {
     (void)state;
     uint16_t stored[65536], again[65536];
@@ -404,7 +404,7 @@ static void test_bf16(void **state)
 }
 
 /* Sums must be made in f32 and rounded once. Only the given place may be written. */
-static void test_add_row(void **state)
+static void rows_are_added_in_f32_and_rounded_once(void **state)
 {
     (void)state;
     float f32[4] = {1.0f, 2.0f, 3.0f, 4.0f};
@@ -421,14 +421,14 @@ static void test_add_row(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_accuracy),
-        cmocka_unit_test(test_extremes),
-        cmocka_unit_test(test_nan_and_infinity),
-        cmocka_unit_test(test_oai_limits),
-        cmocka_unit_test(test_any_length),
-        cmocka_unit_test(test_dot),
-        cmocka_unit_test(test_bf16),
-        cmocka_unit_test(test_add_row),
+        cmocka_unit_test(activations_are_accurate),
+        cmocka_unit_test(extreme_arguments_give_the_limits),
+        cmocka_unit_test(nan_and_infinity_stay_in_their_feature),
+        cmocka_unit_test(swiglu_clamped_keeps_its_limits),
+        cmocka_unit_test(bits_do_not_depend_on_the_length),
+        cmocka_unit_test(a_dot_product_counts_every_element_once),
+        cmocka_unit_test(bf16_survives_and_halves_go_to_even),
+        cmocka_unit_test(rows_are_added_in_f32_and_rounded_once),
     };
     return cmocka_run_group_tests_name("activation", tests, NULL, NULL);
 }

@@ -109,7 +109,7 @@ static const bad_layer bad_layers[] = {
     {half_on_cpu, SMOE_ERROR_UNSUPPORTED, "F16", "cuda"},
 };
 
-static void test_bad_layers(void **state)
+static void bad_layers_are_refused(void **state)
 {
     (void)state;
     smoe_context *context = open_cpu();
@@ -134,7 +134,7 @@ static void test_bad_layers(void **state)
     smoe_destroy(context);
 }
 
-static void test_rows_past_int32(void **state)
+static void rows_past_int32_are_refused(void **state)
 {
     (void)state;
     smoe_context *context = open_cpu();
@@ -148,7 +148,7 @@ static void test_rows_past_int32(void **state)
 
 /* ---- growable structs ---- */
 
-static void test_struct_sizes(void **state)
+static void structs_of_older_callers_are_taken(void **state)
 {
     (void)state;
     smoe_context *context = open_cpu();
@@ -189,7 +189,7 @@ static void test_struct_sizes(void **state)
 }
 
 /* The structs of a caller with a later header are longer. Bytes that this library does not know must be 0. */
-static void test_longer_structs(void **state)
+static void longer_structs_must_end_in_zeros(void **state)
 {
     (void)state;
     struct {
@@ -243,7 +243,7 @@ static uint64_t metadata(const smoe_layer *l, uint64_t rows)
 }
 
 /* Fewer rows than experts: each row is alone with 63 pad rows. */
-static void test_padding_of_few_rows(void **state)
+static void few_rows_are_padded_alone(void **state)
 {
     (void)state;
     smoe_context *context = open_cpu();
@@ -257,7 +257,7 @@ static void test_padding_of_few_rows(void **state)
     smoe_destroy(context);
 }
 
-static void test_saved_bytes(void **state)
+static void saved_has_the_bytes_of_its_parts(void **state)
 {
     (void)state;
     smoe_context *context = open_cpu();
@@ -287,7 +287,7 @@ static void test_saved_bytes(void **state)
     smoe_destroy(context);
 }
 
-static void test_rounded_row_bounds(void **state)
+static void rounded_rows_stay_within_their_bound(void **state)
 {
     (void)state;
     smoe_context *context = open_cpu();
@@ -311,7 +311,7 @@ static void test_rounded_row_bounds(void **state)
 }
 
 /* With more chunks the scratch must be smaller. */
-static void test_chunks_cut_scratch(void **state)
+static void chunks_cut_the_scratch(void **state)
 {
     (void)state;
     smoe_context *context = open_cpu();
@@ -383,7 +383,7 @@ static void sizes_say_whether_the_logits_are_read(void **state)
     smoe_destroy(context);
 }
 
-static void test_selection_bias(void **state)
+static void a_selection_bias_follows_the_counts(void **state)
 {
     (void)state;
     smoe_context *context = open_cpu();
@@ -399,7 +399,7 @@ static void test_selection_bias(void **state)
     smoe_destroy(context);
 }
 
-static void test_texts(void **state)
+static void every_code_has_a_text(void **state)
 {
     (void)state;
     assert_int_equal(smoe_version(), SMOE_VERSION);
@@ -413,18 +413,18 @@ static void test_texts(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_bad_layers),
-        cmocka_unit_test(test_rows_past_int32),
-        cmocka_unit_test(test_struct_sizes),
-        cmocka_unit_test(test_longer_structs),
-        cmocka_unit_test(test_padding_of_few_rows),
-        cmocka_unit_test(test_saved_bytes),
-        cmocka_unit_test(test_rounded_row_bounds),
-        cmocka_unit_test(test_chunks_cut_scratch),
+        cmocka_unit_test(bad_layers_are_refused),
+        cmocka_unit_test(rows_past_int32_are_refused),
+        cmocka_unit_test(structs_of_older_callers_are_taken),
+        cmocka_unit_test(longer_structs_must_end_in_zeros),
+        cmocka_unit_test(few_rows_are_padded_alone),
+        cmocka_unit_test(saved_has_the_bytes_of_its_parts),
+        cmocka_unit_test(rounded_rows_stay_within_their_bound),
+        cmocka_unit_test(chunks_cut_the_scratch),
         cmocka_unit_test(saved_is_bounded_by_a_constant_and_a_factor),
         cmocka_unit_test(sizes_say_whether_the_logits_are_read),
-        cmocka_unit_test(test_selection_bias),
-        cmocka_unit_test(test_texts),
+        cmocka_unit_test(a_selection_bias_follows_the_counts),
+        cmocka_unit_test(every_code_has_a_text),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

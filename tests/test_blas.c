@@ -44,7 +44,7 @@ static void check_product(int transpose_a, int transpose_b, int64_t m, int64_t n
     free(a), free(b), free(c), free(before);
 }
 
-static void test_products(void **state)
+static void products_are_exact(void **state)
 {
     (void)state;
     static const int64_t sizes[][3] = {{1, 1, 1},      {5, 8, 3}, {64, 64, 200},
@@ -56,7 +56,7 @@ static void test_products(void **state)
 
 /* Nested guarded sections on several threads: inside, OpenBLAS must use one thread; after the last section it
  * must have its old number of threads. */
-static void test_guard(void **state)
+static void a_guard_keeps_the_number_of_threads(void **state)
 {
     (void)state;
     openblas_set_num_threads(3);
@@ -78,7 +78,7 @@ static void test_guard(void **state)
 
 /* The application sets a number of threads while a section is open. It must have this number after the last
  * section, and a section that begins later must still compute with one thread. */
-static void test_application_sets_threads(void **state)
+static void the_applications_number_of_threads_stays(void **state)
 {
     (void)state;
     openblas_set_num_threads(3);
@@ -97,7 +97,8 @@ static void test_application_sets_threads(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_products), cmocka_unit_test(test_guard),
-                                       cmocka_unit_test(test_application_sets_threads)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(products_are_exact),
+                                       cmocka_unit_test(a_guard_keeps_the_number_of_threads),
+                                       cmocka_unit_test(the_applications_number_of_threads_stays)};
     return cmocka_run_group_tests_name("blas", tests, NULL, NULL);
 }

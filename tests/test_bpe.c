@@ -36,7 +36,7 @@ static file_map open_data(const char *name)
 }
 
 /* The tokens must also decode to the text. */
-static void test_as_tokenizers(void **state)
+static void tokens_are_those_of_tokenizers(void **state)
 {
     (void)state;
     file_map table_file = open_data("table.txt"), text = open_data("text.txt"),
@@ -79,7 +79,7 @@ static void expect(const bpe *table, const char *text, size_t count, const uint1
     expect(table, text, sizeof((const uint16_t[]){__VA_ARGS__}) / sizeof(uint16_t),                          \
            (const uint16_t[]){__VA_ARGS__})
 
-static void test_merges(void **state)
+static void merges_follow_their_order(void **state)
 {
     (void)state;
     // the merges bc, ab, a + bc, ab + c (two ways to abc), aa
@@ -94,7 +94,7 @@ static void test_merges(void **state)
 }
 
 /* Each case has one merge: two bytes must become token 256 if and only if they are in the same piece. */
-static void test_pieces(void **state)
+static void merges_stay_inside_a_piece(void **state)
 {
     (void)state;
     static const struct {
@@ -126,7 +126,7 @@ static void test_pieces(void **state)
     }
 }
 
-static void test_long_pieces(void **state)
+static void long_pieces_are_encoded(void **state)
 {
     (void)state;
     bpe table = parse("smoe-bpe 1 257 1\n97 97 256\n");
@@ -143,7 +143,7 @@ static void test_long_pieces(void **state)
     bpe_free(&table);
 }
 
-static void test_errors(void **state)
+static void errors_name_their_line(void **state)
 {
     (void)state;
     static const struct {
@@ -175,8 +175,9 @@ static void test_errors(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_as_tokenizers), cmocka_unit_test(test_merges), cmocka_unit_test(test_pieces),
-        cmocka_unit_test(test_long_pieces),   cmocka_unit_test(test_errors),
+        cmocka_unit_test(tokens_are_those_of_tokenizers), cmocka_unit_test(merges_follow_their_order),
+        cmocka_unit_test(merges_stay_inside_a_piece),     cmocka_unit_test(long_pieces_are_encoded),
+        cmocka_unit_test(errors_name_their_line),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -119,7 +119,7 @@ static void put_index(const checkpoint *c, size_t half)
     put_file(path, text, at);
 }
 
-static void test_one_file(void **state)
+static void one_file_has_all_weights(void **state)
 {
     checkpoint c;
     write_checkpoint(&c, state, false);
@@ -129,7 +129,7 @@ static void test_one_file(void **state)
     close_checkpoint(&c);
 }
 
-static void test_shards(void **state)
+static void shards_have_all_weights(void **state)
 {
     checkpoint c;
     write_checkpoint(&c, state, false);
@@ -148,7 +148,7 @@ static void test_shards(void **state)
     close_checkpoint(&c);
 }
 
-static void test_unexplained(void **state)
+static void tensors_of_no_model_are_refused(void **state)
 {
     static const float bias[16] = {0};
     checkpoint c;
@@ -164,7 +164,7 @@ static void test_unexplained(void **state)
 }
 
 /* A checkpoint with a tied head may contain lm_head.weight, if it equals the embedding. */
-static void test_tied(void **state)
+static void a_tied_head_equals_the_embedding(void **state)
 {
     checkpoint c;
     write_checkpoint(&c, state, true);
@@ -192,7 +192,7 @@ static void test_tied(void **state)
 }
 
 /* Tensors and moments that are larger than the buffer through which they are copied. */
-static void test_pieces(void **state)
+static void large_tensors_are_copied_in_pieces(void **state)
 {
     char path[4096];
     error err = {0};
@@ -227,7 +227,7 @@ static void test_pieces(void **state)
 
 /* Counters that no run can have are errors. A run that went on from them would compute with other numbers
  * than it prints, or read outside of its text. */
-static void test_impossible_counters(void **state)
+static void impossible_counters_are_refused(void **state)
 {
     static const struct {
         const char *key, *value, *reason; // NULL: none
@@ -278,8 +278,9 @@ static void test_impossible_counters(void **state)
 int main(void)
 {
     omp_set_num_threads(1);
-    const struct CMUnitTest tests[] = {IN_FOLDER(test_one_file),    IN_FOLDER(test_shards),
-                                       IN_FOLDER(test_unexplained), IN_FOLDER(test_tied),
-                                       IN_FOLDER(test_pieces),      IN_FOLDER(test_impossible_counters)};
+    const struct CMUnitTest tests[] = {
+        IN_FOLDER(one_file_has_all_weights),           IN_FOLDER(shards_have_all_weights),
+        IN_FOLDER(tensors_of_no_model_are_refused),    IN_FOLDER(a_tied_head_equals_the_embedding),
+        IN_FOLDER(large_tensors_are_copied_in_pieces), IN_FOLDER(impossible_counters_are_refused)};
     return cmocka_run_group_tests_name("checkpoint", tests, NULL, NULL);
 }

@@ -153,7 +153,7 @@ static int bench(const char *arguments, char *output, const char *pass, const ch
     return found;
 }
 
-static void test_bench_records(void **state)
+static void records_have_the_documented_names(void **state)
 {
     char *output = *state;
     assert_int_equal(bench("--thiek 200,64,32,8,2", output, "layer", "all"), 1);
@@ -174,7 +174,7 @@ static void test_bench_records(void **state)
 }
 
 /* Lists of options: the records of the layer must come in this order of the variants. */
-static void test_bench_lists(void **state)
+static void lists_come_in_order(void **state)
 {
     static const char *const want[] = {"uniform none 1", "uniform none 2", "uniform nr-f 1", "uniform nr-f 2",
                                        "skewed none 1",  "skewed none 2",  "skewed nr-f 1",  "skewed nr-f 2"};
@@ -201,7 +201,7 @@ static void test_bench_lists(void **state)
 }
 
 /* With --reuse dH needs no memory, and with chunks Y and dX~ need less. Both must lower the measured peak. */
-static void test_bench_peaks(void **state)
+static void reuse_and_chunks_lower_the_peak(void **state)
 {
     static const char *const variants[] = {"", "--reuse", "--reuse --chunks 4"};
     double last = INFINITY;
@@ -222,7 +222,7 @@ static void test_bench_peaks(void **state)
     }
 }
 
-static void test_shape_by_name(void **state)
+static void a_shape_is_found_by_its_name(void **state)
 {
     char *output = *state, *at = output;
     assert_int_equal(run("info --json --shape 7B-n256 --shape Qwen3-Next-80B-A3B "
@@ -238,7 +238,7 @@ static void test_shape_by_name(void **state)
     assert_string_equal(at, "");
 }
 
-static void test_bench_variants(void **state)
+static void every_variant_gives_records(void **state)
 {
     static const char *const variants[] = {
         "--dtype bf16 --routing random --score topk-softmax",
@@ -257,7 +257,7 @@ static void test_bench_variants(void **state)
     }
 }
 
-static void test_bench_table(void **state)
+static void the_table_has_every_stage(void **state)
 {
     char *output = *state;
     assert_int_equal(run("bench --repeats 1 --thiek 200,64,32,8,2", false, output), 0);
@@ -269,7 +269,7 @@ static void test_bench_table(void **state)
         strstr(output, ",\"200,64,32,8,2\",200,64,32,8,2,f32,uniform,none,128,forward,all,layer,"));
 }
 
-static void test_bad_input(void **state)
+static void bad_input_is_named(void **state)
 {
     static const struct {
         const char *arguments;
@@ -342,7 +342,7 @@ static void test_bad_input(void **state)
 }
 
 /* The 7B model of the paper, n = 256, by hand: R = 196608, X 75497472, H 201326592 bytes. */
-static void test_info_problem(void **state)
+static void info_says_what_a_problem_costs(void **state)
 {
     static const char *const names[] = {
         "flops_forward",     "flops_backward",        "arithmetic_intensity",   "saved_bytes",
@@ -368,7 +368,7 @@ static void test_info_problem(void **state)
 }
 
 /* `smoe info` must use --chunks for a problem too, not only for a --model. */
-static void test_info_chunks(void **state)
+static void info_uses_the_chunks(void **state)
 {
     double scratch[2];
     for (int i = 0; i < 2; i++) {
@@ -386,7 +386,7 @@ static void test_info_chunks(void **state)
 }
 
 /* 6 T K n d = 1.3e22 FLOPs, which an int64_t cannot hold. */
-static void test_info_of_many_flops(void **state)
+static void many_flops_do_not_overflow(void **state)
 {
     char *output = *state, *at = output;
     assert_int_equal(run("info --json --thiek 1000000000,1048576,1048576,64,2", false, output), 0);
@@ -397,7 +397,7 @@ static void test_info_of_many_flops(void **state)
     json_decref(object);
 }
 
-static void test_info_build(void **state)
+static void info_names_the_build(void **state)
 {
     char *output = *state, *at = output;
     assert_int_equal(run("info --json", false, output), 0);
@@ -442,17 +442,17 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(slow_blas_kernels_are_named),
-        cmocka_unit_test(test_bench_records),
-        cmocka_unit_test(test_bench_lists),
-        cmocka_unit_test(test_bench_peaks),
-        cmocka_unit_test(test_shape_by_name),
-        cmocka_unit_test(test_bench_variants),
-        cmocka_unit_test(test_bench_table),
-        cmocka_unit_test(test_bad_input),
-        cmocka_unit_test(test_info_problem),
-        cmocka_unit_test(test_info_of_many_flops),
-        cmocka_unit_test(test_info_build),
-        cmocka_unit_test(test_info_chunks),
+        cmocka_unit_test(records_have_the_documented_names),
+        cmocka_unit_test(lists_come_in_order),
+        cmocka_unit_test(reuse_and_chunks_lower_the_peak),
+        cmocka_unit_test(a_shape_is_found_by_its_name),
+        cmocka_unit_test(every_variant_gives_records),
+        cmocka_unit_test(the_table_has_every_stage),
+        cmocka_unit_test(bad_input_is_named),
+        cmocka_unit_test(info_says_what_a_problem_costs),
+        cmocka_unit_test(many_flops_do_not_overflow),
+        cmocka_unit_test(info_names_the_build),
+        cmocka_unit_test(info_uses_the_chunks),
     };
     return cmocka_run_group_tests(tests, make_output, free_output);
 }

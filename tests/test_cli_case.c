@@ -83,7 +83,7 @@ static void make_ids(routing_kind kind, int32_t *ids, int *counts)
         }
 }
 
-static void test_routing(void **state)
+static void the_named_routing_is_made(void **state)
 {
     (void)state;
     int32_t ids[T * K];
@@ -138,7 +138,7 @@ static int by_value(const void *a, const void *b)
 }
 
 /* From the inputs, the library's router must choose the routing that was made. */
-static void test_steered(void **state)
+static void the_router_chooses_the_made_routing(void **state)
 {
     (void)state;
     static const smoe_type dtypes[] = {SMOE_TYPE_F32, SMOE_TYPE_BF16};
@@ -161,7 +161,7 @@ static void test_steered(void **state)
     }
 }
 
-static void test_check_sees_errors(void **state)
+static void the_check_sees_errors(void **state)
 {
     (void)state;
     static const smoe_rounding roundings[] = {SMOE_ROUNDING_NONE, SMOE_ROUNDING_NR_F, SMOE_ROUNDING_UP,
@@ -187,7 +187,7 @@ static void test_check_sees_errors(void **state)
 }
 
 /* Entries and types of --scope experts. The gradient of the routing must be written too. */
-static void test_entries(void **state)
+static void every_entry_and_type_runs(void **state)
 {
     (void)state;
     static const smoe_type dtypes[] = {SMOE_TYPE_F32, SMOE_TYPE_BF16};
@@ -214,7 +214,7 @@ static void test_entries(void **state)
     }
 }
 
-static void test_touched(void **state)
+static void the_last_written_byte_is_found(void **state)
 {
     (void)state;
     bench_case c;
@@ -232,7 +232,7 @@ static void test_touched(void **state)
     bench_case_free(&c);
 }
 
-static void test_canaries(void **state)
+static void canaries_see_writes(void **state)
 {
     (void)state;
     bench_case c;
@@ -248,7 +248,7 @@ static void test_canaries(void **state)
     bench_case_free(&c);
 }
 
-static void test_no_allocation(void **state)
+static void a_step_allocates_nothing(void **state)
 {
     (void)state;
     static const smoe_type dtypes[] = {SMOE_TYPE_F32, SMOE_TYPE_BF16};
@@ -268,10 +268,13 @@ static void test_no_allocation(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_routing),           cmocka_unit_test(test_steered),
-        cmocka_unit_test(test_check_sees_errors), cmocka_unit_test(test_entries),
-        cmocka_unit_test(test_touched),           cmocka_unit_test(test_canaries),
-        cmocka_unit_test(test_no_allocation),
+        cmocka_unit_test(the_named_routing_is_made),
+        cmocka_unit_test(the_router_chooses_the_made_routing),
+        cmocka_unit_test(the_check_sees_errors),
+        cmocka_unit_test(every_entry_and_type_runs),
+        cmocka_unit_test(the_last_written_byte_is_found),
+        cmocka_unit_test(canaries_see_writes),
+        cmocka_unit_test(a_step_allocates_nothing),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

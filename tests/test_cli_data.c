@@ -22,7 +22,7 @@ static void shell(void **state, const char *command)
     assert_int_equal(system(whole), 0);
 }
 
-static void test_validation_files(void **state)
+static void a_run_names_its_validation_files(void **state)
 {
     static char output[OUTPUT_BYTES];
     shell(state, "mkdir data");
@@ -43,7 +43,7 @@ static void test_validation_files(void **state)
 }
 
 /* The same tokens under other names: another split. */
-static void test_changed_split(void **state)
+static void a_changed_split_is_refused(void **state)
 {
     shell(state, "mkdir data");
     put_tokens(state, "data/a_train.bin");
@@ -64,7 +64,7 @@ static void test_changed_split(void **state)
 
 /* Files that are probably not meant as text are read, with a warning that says as what; clean ones without.
  */
-static void test_doubtful_texts(void **state)
+static void doubtful_texts_are_named(void **state)
 {
     static const struct {
         const char *make, *name, *said;
@@ -106,9 +106,9 @@ static void test_doubtful_texts(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_validation_files, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_changed_split, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_doubtful_texts, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_run_names_its_validation_files, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_changed_split_is_refused, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(doubtful_texts_are_named, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -6,7 +6,7 @@
 #include <math.h>
 
 /* Every token but the first is a target: with a rest, of a text shorter than the context, at any context. */
-static void test_eval_counts_every_token(void **state)
+static void eval_counts_every_token(void **state)
 {
     char path[4096];
     put_texts(state);
@@ -37,7 +37,7 @@ static void set_context(void **state, int context)
 
 /* A window has no more tokens than the text. A line says so, and another one that the model was not trained
  * for windows of this length. */
-static void test_eval_says_what_its_windows_are(void **state)
+static void eval_says_what_its_windows_are(void **state)
 {
     static char output[OUTPUT_BYTES];
     char path[4096];
@@ -79,7 +79,7 @@ static void spoil(const char *path)
 }
 
 /* A model with a NaN has no loss, and no text can be sampled from it. */
-static void test_broken_weights(void **state)
+static void broken_weights_have_no_loss(void **state)
 {
     char path[4096];
     put_texts(state);
@@ -114,9 +114,9 @@ static void slow_blas_kernels_are_named(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_eval_counts_every_token, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_eval_says_what_its_windows_are, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_broken_weights, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(eval_counts_every_token, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(eval_says_what_its_windows_are, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(broken_weights_have_no_loss, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(slow_blas_kernels_are_named, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

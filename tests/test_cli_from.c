@@ -11,7 +11,7 @@ static void shell(void **state, const char *command)
 }
 
 /* --from: the sizes are the checkpoint's, the context may differ, and some options are refused with it. */
-static void test_from(void **state)
+static void sizes_come_from_the_checkpoint(void **state)
 {
     char command[4096];
     put_texts(state);
@@ -37,7 +37,7 @@ static void test_from(void **state)
 
 /* What another program has written into a checkpoint is in every checkpoint of the runs that begin with it.
  */
-static void test_carried(void **state)
+static void keys_and_files_of_others_are_carried_along(void **state)
 {
     put_texts(state);
     expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
@@ -60,7 +60,7 @@ static void test_carried(void **state)
 }
 
 /* A tokenizer that the checkpoint does not have: the ids of its special tokens are others. */
-static void test_another_tokenizer(void **state)
+static void another_tokenizer_is_refused(void **state)
 {
     static const char end[] = "smoe-bpe 1 257 0\n";
     char path[4096];
@@ -82,9 +82,10 @@ static void test_another_tokenizer(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_from, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_carried, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_another_tokenizer, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(sizes_come_from_the_checkpoint, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(keys_and_files_of_others_are_carried_along, folder_setup,
+                                        folder_teardown),
+        cmocka_unit_test_setup_teardown(another_tokenizer_is_refused, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

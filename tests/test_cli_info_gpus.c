@@ -11,7 +11,7 @@ static double of(void **state, const char *options, const char *key)
     return figure(state, arguments, key, "");
 }
 
-static void test_gpus(void **state)
+static void info_says_what_a_rank_needs(void **state)
 {
     static const char *const same[] = {"total_bytes", "adamw_bytes", "gradients_bytes", "layers_bytes"};
     put_texts(state);
@@ -40,7 +40,7 @@ static void test_gpus(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_gpus, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(info_says_what_a_rank_needs, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

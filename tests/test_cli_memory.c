@@ -35,7 +35,7 @@ static void expect_end(void **state, const char *arguments)
     if (ended_well == 0) fail_msg("smoe %s: never enough memory, '%s'", arguments, output);
 }
 
-static void test_train(void **state)
+static void training_ends_without_memory(void **state)
 {
     if (SANITIZED) skip();
     put_texts(state);
@@ -43,14 +43,14 @@ static void test_train(void **state)
 }
 
 /* A model without experts has no context of the library. */
-static void test_train_dense(void **state)
+static void training_a_dense_model_ends_without_memory(void **state)
 {
     if (SANITIZED) skip();
     put_texts(state);
     expect_end(state, "train " TINY "--device cpu --steps 1 --dense-twin --out out text.txt");
 }
 
-static void test_generate(void **state)
+static void generate_ends_without_memory(void **state)
 {
     if (SANITIZED) skip();
     put_texts(state);
@@ -59,7 +59,7 @@ static void test_generate(void **state)
 }
 
 /* The yardstick uses OpenBLAS's own threads. */
-static void test_bench(void **state)
+static void bench_ends_without_memory(void **state)
 {
     if (SANITIZED) skip();
     expect_end(state, "bench --device cpu --thiek 32,16,8,4,2 --repeats 1");
@@ -68,10 +68,11 @@ static void test_bench(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_train, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_train_dense, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_generate, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_bench, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(training_ends_without_memory, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(training_a_dense_model_ends_without_memory, folder_setup,
+                                        folder_teardown),
+        cmocka_unit_test_setup_teardown(generate_ends_without_memory, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(bench_ends_without_memory, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

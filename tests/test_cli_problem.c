@@ -16,7 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static void test_thiek(void **state)
+static void thiek_gives_five_sizes(void **state)
 {
     (void)state;
     bench_shape shape = {0};
@@ -30,7 +30,7 @@ static void test_thiek(void **state)
 }
 
 /* The numbers that --steps of smoe train accepts. */
-static void test_whole_numbers(void **state)
+static void whole_numbers_are_read(void **state)
 {
     (void)state;
     static const struct {
@@ -68,7 +68,7 @@ static void test_whole_numbers(void **state)
     assert_true(shape.tokens == 1000000000 && shape.hidden == 1024 && shape.experts == 100);
 }
 
-static void test_bad_thiek(void **state)
+static void a_bad_thiek_is_refused(void **state)
 {
     (void)state;
     static const struct {
@@ -102,7 +102,7 @@ static void test_bad_thiek(void **state)
 }
 
 /* Compares the program's shapes with docs/shapes.csv, line by line. */
-static void test_shapes(void **state)
+static void shapes_are_those_of_the_csv(void **state)
 {
     (void)state;
     FILE *file = fopen(SOURCE_FOLDER "/docs/shapes.csv", "r");
@@ -135,7 +135,7 @@ static smoe_layer paper_7b(void)
 }
 
 /* By hand: R = 24576 * 8 = 196608 rows. */
-static void test_costs(void **state)
+static void costs_are_those_by_hand(void **state)
 {
     (void)state;
     smoe_layer layer = paper_7b();
@@ -167,7 +167,7 @@ static void test_costs(void **state)
 }
 
 /* The six GEMMs of stage_flops make up the model FLOPs. */
-static void test_stage_flops(void **state)
+static void stages_add_up_to_the_model(void **state)
 {
     (void)state;
     const smoe_layer layer = paper_7b();
@@ -181,7 +181,7 @@ static void test_stage_flops(void **state)
 }
 
 /* Small enough to sum by hand: T tokens, E = 2, K = 1, counts Binomial(T, 1/2). */
-static void test_tile_waste_by_hand(void **state)
+static void tile_waste_is_that_by_hand(void **state)
 {
     (void)state;
     smoe_layer layer = SMOE_LAYER_INIT;
@@ -197,7 +197,7 @@ static void test_tile_waste_by_hand(void **state)
     assert_true(tile_waste(&layer) == 0);
 }
 
-static void test_tile_waste_rounded(void **state)
+static void rounded_counts_waste_no_tile(void **state)
 {
     (void)state;
     smoe_layer layer = paper_7b();
@@ -213,7 +213,7 @@ static void test_tile_waste_rounded(void **state)
     }
 }
 
-static void test_samples(void **state)
+static void samples_have_a_median(void **state)
 {
     (void)state;
     double odd[] = {5, 1, 3}, even[] = {4, 1, 3, 2};
@@ -229,15 +229,11 @@ static void test_samples(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_thiek),
-        cmocka_unit_test(test_whole_numbers),
-        cmocka_unit_test(test_bad_thiek),
-        cmocka_unit_test(test_shapes),
-        cmocka_unit_test(test_costs),
-        cmocka_unit_test(test_stage_flops),
-        cmocka_unit_test(test_tile_waste_by_hand),
-        cmocka_unit_test(test_tile_waste_rounded),
-        cmocka_unit_test(test_samples),
+        cmocka_unit_test(thiek_gives_five_sizes),     cmocka_unit_test(whole_numbers_are_read),
+        cmocka_unit_test(a_bad_thiek_is_refused),     cmocka_unit_test(shapes_are_those_of_the_csv),
+        cmocka_unit_test(costs_are_those_by_hand),    cmocka_unit_test(stages_add_up_to_the_model),
+        cmocka_unit_test(tile_waste_is_that_by_hand), cmocka_unit_test(rounded_counts_waste_no_tile),
+        cmocka_unit_test(samples_have_a_median),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -32,7 +32,7 @@ static void end_capture(void **state, int kept, char *text, size_t size)
     fclose(file);
 }
 
-static void test_average(void **state)
+static void the_average_is_of_the_last_steps(void **state)
 {
     (void)state;
     average a = {0};
@@ -46,7 +46,7 @@ static void test_average(void **state)
 }
 
 /* The loss falls fast at first: 8, then 4. The first line of the log is their mean. */
-static void test_shown_loss(void **state)
+static void the_shown_loss_is_that_of_the_log(void **state)
 {
     char text[4096];
     const log_line line = {.loss = 4.4};
@@ -76,7 +76,7 @@ static void test_shown_loss(void **state)
 }
 
 /* A validation at 100 % of the steps shows its own share. */
-static void test_shown_validation(void **state)
+static void a_validation_shows_its_own_share(void **state)
 {
     char text[4096];
     train_report r = {
@@ -113,7 +113,7 @@ static int count(const char *text, const char *part)
 }
 
 /* Without a terminal the log's lines are told; with -q nothing is. A run that is not quiet ends as before. */
-static void test_lines(void **state)
+static void lines_replace_the_bar_without_a_terminal(void **state)
 {
     static char output[OUTPUT_BYTES];
     const char *options =
@@ -134,7 +134,7 @@ static void test_lines(void **state)
 
 /* Results are in units in which they can be read: no memory of a GPU on the CPU, no fractions of a TFLOP/s.
  */
-static void test_results(void **state)
+static void results_have_readable_units(void **state)
 {
     static char output[OUTPUT_BYTES];
     put_texts(state);
@@ -156,11 +156,12 @@ static void test_results(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_average),
-        cmocka_unit_test_setup_teardown(test_shown_loss, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_shown_validation, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_lines, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_results, folder_setup, folder_teardown),
+        cmocka_unit_test(the_average_is_of_the_last_steps),
+        cmocka_unit_test_setup_teardown(the_shown_loss_is_that_of_the_log, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_validation_shows_its_own_share, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(lines_replace_the_bar_without_a_terminal, folder_setup,
+                                        folder_teardown),
+        cmocka_unit_test_setup_teardown(results_have_readable_units, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -96,7 +96,7 @@ static bool measure(bool with_before, double *ms, error *err)
 
 /* Two launches show that one takes 2 ms. Two more are for the 7 ms of settling. The launches after them
  * count. */
-static void test_sustained(void **state)
+static void only_settled_launches_count(void **state)
 {
     (void)state;
     for (int with_before = 0; with_before < 2; with_before++) {
@@ -111,7 +111,7 @@ static void test_sustained(void **state)
     }
 }
 
-static void test_failures(void **state)
+static void failures_end_the_timing(void **state)
 {
     (void)state;
     double ms[5];
@@ -141,7 +141,7 @@ static void expect_turns(sustained_turns turns, int rounds, int launches)
 
 /* The rounds that fit into the given time, half of which is for settling; a given number of repeats; the
  * least and the largest number of both. */
-static void test_turns(void **state)
+static void turns_fit_into_the_time(void **state)
 {
     (void)state;
     expect_turns(sustained_take_turns(7, 20, 100, 0, 250), 35, 5);
@@ -157,7 +157,7 @@ static void test_turns(void **state)
 }
 
 /* Stages on this stream: several spans of one stage are added up, and too many marks are an error. */
-static void test_stages(void **state)
+static void spans_of_a_stage_add_up(void **state)
 {
     (void)state;
     stage_clock clock;
@@ -186,7 +186,7 @@ static void test_stages(void **state)
 
 /* ---- Statistics ---- */
 
-static void test_summary(void **state)
+static void a_summary_has_median_least_and_p99(void **state)
 {
     (void)state;
     double odd[] = {5, 1, 3}, even[] = {4, 1, 3, 2}, unknown[] = {NAN, NAN}, many[200];
@@ -203,7 +203,7 @@ static void test_summary(void **state)
 
 /* ---- The yardstick on paper, and data ---- */
 
-static void test_yardstick(void **state)
+static void the_yardstick_has_the_problems_sizes(void **state)
 {
     (void)state;
     smoe_layer layer = SMOE_LAYER_INIT;
@@ -222,7 +222,7 @@ static void test_yardstick(void **state)
 }
 
 /* All values come from one pattern, but no two parts of the length of a small expert may be equal. */
-static void test_tiled(void **state)
+static void tiled_parts_differ(void **state)
 {
     (void)state;
     enum { COUNT = 3 * TILED_VALUES + 1000, EXPERT = 1 << 16 };
@@ -250,9 +250,13 @@ static void test_tiled(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_sustained), cmocka_unit_test(test_failures), cmocka_unit_test(test_turns),
-        cmocka_unit_test(test_stages),    cmocka_unit_test(test_summary),  cmocka_unit_test(test_yardstick),
-        cmocka_unit_test(test_tiled),
+        cmocka_unit_test(only_settled_launches_count),
+        cmocka_unit_test(failures_end_the_timing),
+        cmocka_unit_test(turns_fit_into_the_time),
+        cmocka_unit_test(spans_of_a_stage_add_up),
+        cmocka_unit_test(a_summary_has_median_least_and_p99),
+        cmocka_unit_test(the_yardstick_has_the_problems_sizes),
+        cmocka_unit_test(tiled_parts_differ),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -44,7 +44,7 @@ static char *print(table_format format)
     return text;
 }
 
-static void test_aligned(void **state)
+static void columns_are_aligned(void **state)
 {
     (void)state;
     char *text = NULL;
@@ -63,7 +63,7 @@ static void test_aligned(void **state)
     free(text);
 }
 
-static void test_vertical(void **state)
+static void one_row_is_printed_vertically(void **state)
 {
     (void)state;
     char *text = print(TABLE_VERTICAL);
@@ -74,7 +74,7 @@ static void test_vertical(void **state)
     free(text);
 }
 
-static void test_json(void **state)
+static void json_has_numbers_and_null(void **state)
 {
     (void)state;
     char *text = print(TABLE_JSON);
@@ -85,7 +85,7 @@ static void test_json(void **state)
     free(text);
 }
 
-static void test_csv(void **state)
+static void csv_quotes_its_fields(void **state)
 {
     (void)state;
     char *text = print(TABLE_CSV);
@@ -95,7 +95,7 @@ static void test_csv(void **state)
     free(text);
 }
 
-static void test_full_disk(void **state)
+static void a_full_disk_is_an_error(void **state)
 {
     (void)state;
     static const table_format formats[] = {TABLE_ALIGNED, TABLE_VERTICAL, TABLE_JSON, TABLE_CSV};
@@ -113,7 +113,7 @@ static void test_full_disk(void **state)
 }
 
 /* The message must have the reason of the write that failed, whatever fails after it. */
-static void test_reason_of_a_full_disk(void **state)
+static void the_first_failed_write_is_the_reason(void **state)
 {
     (void)state;
     static const table_format formats[] = {TABLE_ALIGNED, TABLE_VERTICAL, TABLE_JSON, TABLE_CSV};
@@ -134,7 +134,7 @@ static void test_reason_of_a_full_disk(void **state)
 }
 
 /* A whole number that int64_t does not hold, and one that it does. */
-static void test_counts(void **state)
+static void counts_past_int64_are_printed(void **state)
 {
     (void)state;
     static const struct {
@@ -167,10 +167,13 @@ static void test_counts(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_aligned),   cmocka_unit_test(test_vertical),
-        cmocka_unit_test(test_json),      cmocka_unit_test(test_csv),
-        cmocka_unit_test(test_full_disk), cmocka_unit_test(test_reason_of_a_full_disk),
-        cmocka_unit_test(test_counts),
+        cmocka_unit_test(columns_are_aligned),
+        cmocka_unit_test(one_row_is_printed_vertically),
+        cmocka_unit_test(json_has_numbers_and_null),
+        cmocka_unit_test(csv_quotes_its_fields),
+        cmocka_unit_test(a_full_disk_is_an_error),
+        cmocka_unit_test(the_first_failed_write_is_the_reason),
+        cmocka_unit_test(counts_past_int64_are_printed),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

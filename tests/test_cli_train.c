@@ -19,7 +19,7 @@
 #define LATE_SIGNALS 0
 #endif
 
-static void test_bad_input(void **state)
+static void bad_input_is_named(void **state)
 {
     put_texts(state);
     expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
@@ -107,7 +107,7 @@ static void test_bad_input(void **state)
 }
 
 /* A resumed run must print where it resumes, or that nothing of its steps or seconds is left. */
-static void test_resumed(void **state)
+static void a_resumed_run_says_where(void **state)
 {
     put_texts(state);
     expect(state, "train " TINY "--steps 3 --out run text.txt", 0, "done");
@@ -154,7 +154,7 @@ static void test_resumed(void **state)
 
 /* Text is refused if the model's tokens are not bytes and there is no tokenizer: the loss would be
  * meaningless. */
-static void test_text_without_tokenizer(void **state)
+static void text_without_a_tokenizer_is_refused(void **state)
 {
     enum { COUNT = 2000, HEADER = 256 };
     int32_t header[HEADER] = {20240520, 1, COUNT};
@@ -174,7 +174,7 @@ static void test_text_without_tokenizer(void **state)
 }
 
 /* Binary files of a folder must be left out, with a message. */
-static void test_binary_files(void **state)
+static void binary_files_are_left_out(void **state)
 {
     char path[4096];
     put_texts(state);
@@ -194,7 +194,7 @@ static void test_binary_files(void **state)
 
 /* Messages go to no file of the run if the standard streams are closed. A log into which an earlier program
  * wrote one loses only this line. */
-static void test_closed_streams(void **state)
+static void closed_streams_harm_no_file(void **state)
 {
     static const char *const closed[] = {"2>&-", ">&- 2>&-", "<&- >&- 2>&-"};
     char command[8192];
@@ -219,7 +219,7 @@ static void test_closed_streams(void **state)
 }
 
 /* A run inside the folder of its text is not part of the text, so that it can be resumed. */
-static void test_run_inside_its_text(void **state)
+static void a_run_inside_its_text_resumes(void **state)
 {
     char command[8192];
     snprintf(command, sizeof command, "mkdir -p '%s/all/sub'", (const char *)*state);
@@ -235,7 +235,7 @@ static void test_run_inside_its_text(void **state)
 }
 
 /* What the help says about Transformers must agree with the model type in config.json. */
-static void test_help_about_transformers(void **state)
+static void the_help_agrees_with_the_model_type(void **state)
 {
     static char output[OUTPUT_BYTES];
     char path[4096];
@@ -259,7 +259,7 @@ static void test_help_about_transformers(void **state)
 }
 
 /* --dense-twin, the dense model with equal active FLOPs: its checkpoint has the right sizes and evaluates. */
-static void test_dense_twin(void **state)
+static void a_dense_twin_has_equal_flops(void **state)
 {
     static const char *const lines[] = {"\"model_type\": \"smoe\"", "\"first_k_dense_replace\": 2",
                                         "\"dense_intermediate_size\": 32",
@@ -283,7 +283,7 @@ static void test_dense_twin(void **state)
 
 /* The memory that `info --model` states: the weights have a known size, and the total is the sum of all
  * parts. */
-static void test_info_model(void **state)
+static void info_adds_up_the_memory(void **state)
 {
     static const char *const parts[] = {"weights_bytes", "gradients_bytes", "adamw_bytes",
                                         "layers_bytes",  "turns_bytes",     "rest_bytes"};
@@ -342,7 +342,7 @@ static void test_info_model(void **state)
 }
 
 /* - is standard input. */
-static void test_standard_input(void **state)
+static void a_dash_is_standard_input(void **state)
 {
     char path[4096];
     put_texts(state);
@@ -361,7 +361,7 @@ static void test_standard_input(void **state)
 }
 
 /* The run writes a checkpoint after every step, so that most kills happen during a checkpoint. */
-static void test_killed_at_any_moment(void **state)
+static void a_run_killed_at_any_moment_resumes(void **state)
 {
     static char output[OUTPUT_BYTES];
     put_texts(state);
@@ -379,7 +379,7 @@ static void test_killed_at_any_moment(void **state)
 
 /* SIGINT and SIGTERM in the middle of training, and in a last validation that would take minutes: the run
  * must write a checkpoint, end with the signal's exit status, and resume. */
-static void test_signals(void **state)
+static void signals_end_with_a_checkpoint(void **state)
 {
     enum { BYTES = 64 << 20 };
     static char output[OUTPUT_BYTES];
@@ -442,13 +442,13 @@ static void expect_end(void **state, const char *then, const char *message, bool
 }
 
 /* `timeout` and some schedulers send a signal to the process and to its group, so that it comes twice. */
-static void test_signal_sent_twice(void **state)
+static void a_signal_may_come_twice(void **state)
 {
     expect_end(state, "kill -TERM $p; cat text.txt >&3; exec 3>&-", "go on with --resume", true);
 }
 
 /* nohup ignores HUP. */
-static void test_ignored_hangup(void **state)
+static void an_ignored_hangup_stays_ignored(void **state)
 {
     static char output[OUTPUT_BYTES];
     put_texts(state);
@@ -459,7 +459,7 @@ static void test_ignored_hangup(void **state)
                      143);
 }
 
-static void test_later_signal(void **state)
+static void a_later_signal_ends_the_run(void **state)
 {
     if (LATE_SIGNALS) skip();
     expect_end(state, "sleep 0.3; kill -TERM $p", "", false);
@@ -484,7 +484,7 @@ static double eval_number(void **state, const char *arguments, const char *key)
 }
 
 /* A checkpoint contains its tokenizer, which encodes text. Bits per byte counts the bytes of the text. */
-static void test_tokenizer(void **state)
+static void a_checkpoint_has_its_tokenizer(void **state)
 {
     static const char table[] = "smoe-bpe 1 261 4\n97 98 256\n256 99 257\n257 257 258\n100 32 259\n",
                       other[] = "smoe-bpe 1 261 4\n97 99 256\n256 99 257\n257 257 258\n100 32 259\n";
@@ -535,7 +535,7 @@ static bool curve_has(void **state, const char *arguments, const char *text)
 
 /* If tokens have several bytes, the curve must be in nats a token, because the log has no loss for each byte.
  */
-static void test_curve(void **state)
+static void the_curve_is_in_nats_a_token(void **state)
 {
     static const char gnuplot[] = "#!/bin/sh\ncp \"$1\" script\n", table[] = "smoe-bpe 1 258 1\n97 98 256\n";
     char path[4096];
@@ -551,23 +551,23 @@ static void test_curve(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_curve, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_bad_input, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_tokenizer, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_signals, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_signal_sent_twice, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_ignored_hangup, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_later_signal, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_help_about_transformers, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_dense_twin, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_info_model, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_standard_input, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_binary_files, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_run_inside_its_text, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_closed_streams, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_resumed, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_text_without_tokenizer, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_killed_at_any_moment, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(the_curve_is_in_nats_a_token, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(bad_input_is_named, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_checkpoint_has_its_tokenizer, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(signals_end_with_a_checkpoint, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_signal_may_come_twice, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(an_ignored_hangup_stays_ignored, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_later_signal_ends_the_run, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(the_help_agrees_with_the_model_type, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_dense_twin_has_equal_flops, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(info_adds_up_the_memory, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_dash_is_standard_input, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(binary_files_are_left_out, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_run_inside_its_text_resumes, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(closed_streams_harm_no_file, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_resumed_run_says_where, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(text_without_a_tokenizer_is_refused, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_run_killed_at_any_moment_resumes, folder_setup, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

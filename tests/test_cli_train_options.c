@@ -11,7 +11,7 @@ static void shell(void **state, const char *command)
 }
 
 /* An option that takes a path takes no empty one, wherever that would lead. */
-static void test_empty_paths(void **state)
+static void empty_paths_are_refused(void **state)
 {
     put_texts(state);
     static const struct {
@@ -36,7 +36,7 @@ static void test_empty_paths(void **state)
 }
 
 /* Messages name the options that were given, not the keys of config.json. */
-static void test_contradictions(void **state)
+static void contradictions_name_the_options(void **state)
 {
     put_texts(state);
     static const struct {
@@ -75,7 +75,7 @@ static void test_contradictions(void **state)
 }
 
 /* Of the sizes of a resumed run only those that are given again are compared with the checkpoint's. */
-static void test_some_sizes_again(void **state)
+static void only_given_sizes_are_compared(void **state)
 {
     put_texts(state);
     expect(state, "train " TINY "--topk 1 --tied --renormalize --steps 1 --out run text.txt", 0, "done");
@@ -109,7 +109,7 @@ static void test_some_sizes_again(void **state)
 }
 
 /* scp and cp -L copy a link as what it points to. Such a run is resumed, and later checkpoints are found. */
-static void test_copied_without_links(void **state)
+static void a_run_copied_without_links_resumes(void **state)
 {
     put_texts(state);
     expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
@@ -131,7 +131,7 @@ static void test_copied_without_links(void **state)
 }
 
 /* At every moment `latest` is the checkpoint: as a folder, or as a link to a complete one. */
-static void test_kept_while_linked(void **state)
+static void latest_is_always_a_checkpoint(void **state)
 {
     const char *resume = "train --resume -q --steps 2 --out copy text.txt",
                *linked =
@@ -150,7 +150,7 @@ static void test_kept_while_linked(void **state)
 }
 
 /* Why a checkpoint is not found. */
-static void test_lost_checkpoints(void **state)
+static void a_lost_checkpoint_is_explained(void **state)
 {
     put_texts(state);
     expect(state, "train " TINY "--steps 2 --out run text.txt", 0, "done");
@@ -165,7 +165,7 @@ static void test_lost_checkpoints(void **state)
 
 /* A large text is mapped, not copied. If it is made shorter during the run, the run ends with a message, and
  * its last checkpoint stays. */
-static void test_shortened_text(void **state)
+static void a_shortened_text_ends_the_run(void **state)
 {
     static char output[OUTPUT_BYTES];
     put_texts(state);
@@ -181,7 +181,7 @@ static void test_shortened_text(void **state)
 
 /* A token file whose tokens the tokenizer does not have is of another tokenizer; a checkpoint whose tokenizer
  * has more tokens than the model is broken. */
-static void test_other_tokenizers(void **state)
+static void other_tokenizers_are_refused(void **state)
 {
     enum { COUNT = 2000, HEADER = 256 };
     static const char table[] = "smoe-bpe 1 261 4\n97 98 256\n256 99 257\n257 257 258\n100 32 259\n";
@@ -215,7 +215,7 @@ static void test_other_tokenizers(void **state)
 
 /* Some options are without effect beside others, so that one can be changed in a command and the rest may
  * stay. The help says which. */
-static void test_without_effect(void **state)
+static void options_without_effect_are_allowed(void **state)
 {
     static const char *const sentences[] = {
         "Without effect on the CPU and with cuda-plain\n",
@@ -251,7 +251,7 @@ static void test_without_effect(void **state)
 }
 
 /* What follows from the sizes is printed and stored, and a resumed run keeps it. */
-static void test_chosen_by_sizes(void **state)
+static void values_follow_from_the_sizes(void **state)
 {
     static char output[OUTPUT_BYTES];
     put_texts(state);
@@ -276,7 +276,7 @@ static void test_chosen_by_sizes(void **state)
 }
 
 /* Without validations no text is needed for them. A resumed run has none either, also without the option. */
-static void test_no_validations(void **state)
+static void a_run_without_validations_needs_no_text(void **state)
 {
     static char output[OUTPUT_BYTES];
     put_texts(state);
@@ -302,17 +302,18 @@ static void test_no_validations(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_empty_paths, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_contradictions, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_some_sizes_again, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_copied_without_links, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_kept_while_linked, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_lost_checkpoints, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_shortened_text, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_other_tokenizers, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_without_effect, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_chosen_by_sizes, folder_setup, folder_teardown),
-        cmocka_unit_test_setup_teardown(test_no_validations, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(empty_paths_are_refused, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(contradictions_name_the_options, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(only_given_sizes_are_compared, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_run_copied_without_links_resumes, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(latest_is_always_a_checkpoint, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_lost_checkpoint_is_explained, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_shortened_text_ends_the_run, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(other_tokenizers_are_refused, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(options_without_effect_are_allowed, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(values_follow_from_the_sizes, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_run_without_validations_needs_no_text, folder_setup,
+                                        folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

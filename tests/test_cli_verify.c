@@ -130,7 +130,7 @@ static int verify_with(fault wanted_fault, const char *first, const char *second
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-static void test_faults_are_seen(void **state)
+static void faults_are_seen(void **state)
 {
     (void)state;
     const struct {
@@ -153,7 +153,7 @@ static void test_faults_are_seen(void **state)
     }
 }
 
-static void test_exit_statuses(void **state)
+static void exit_statuses_are_as_documented(void **state)
 {
     (void)state;
     assert_int_equal(verify_with(NO_FAULT, "--only=K = 1, E = 1", "--json"), 0);
@@ -176,7 +176,7 @@ static void test_exit_statuses(void **state)
 }
 
 /* Judges tensors with errors of known size. */
-static void test_judging(void **state)
+static void errors_of_known_size_are_judged(void **state)
 {
     (void)state;
     enum { SIZE = 100 };
@@ -210,7 +210,7 @@ static void test_judging(void **state)
     assert_false(tensor_judge(TENSOR_OUT, &none, &want_tensor, &stored_tensor, 5e-3).ok);
 }
 
-static void test_bits_are_compared(void **state)
+static void bits_are_compared(void **state)
 {
     (void)state;
     float zero[] = {0.0f, 1.0f}, minus_zero[] = {-0.0f, 1.0f};
@@ -223,7 +223,7 @@ static void test_bits_are_compared(void **state)
     assert_int_equal(tensor_differing_bits(&none, &none), 0);
 }
 
-static void test_buffers(void **state)
+static void buffers_have_guards_and_poison(void **state)
 {
     (void)state;
     const size_t sizes[] = {0, 1, 255, 256, 1000};
@@ -251,9 +251,11 @@ static void test_buffers(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_judging),         cmocka_unit_test(test_bits_are_compared),
-        cmocka_unit_test(test_buffers),         cmocka_unit_test(test_exit_statuses),
-        cmocka_unit_test(test_faults_are_seen),
+        cmocka_unit_test(errors_of_known_size_are_judged),
+        cmocka_unit_test(bits_are_compared),
+        cmocka_unit_test(buffers_have_guards_and_poison),
+        cmocka_unit_test(exit_statuses_are_as_documented),
+        cmocka_unit_test(faults_are_seen),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

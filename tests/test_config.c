@@ -54,7 +54,7 @@ static void assert_equal(const model_config *a, const model_config *b)
     assert_true(a->initializer_range == b->initializer_range);
 }
 
-static void test_round_trip(void **state)
+static void a_written_config_is_read_back(void **state)
 {
     char path[4096];
     model_config models[2] = {model_config_default(), odd_model}, back;
@@ -87,7 +87,7 @@ static void assert_string(const json_t *root, const char *key, const char *want)
 }
 
 /* The keys from which Transformers builds an OlmoeForCausalLM of this shape. */
-static void test_keys_of_olmoe(void **state)
+static void the_keys_are_those_of_olmoe(void **state)
 {
     static const struct {
         const char *key;
@@ -122,7 +122,7 @@ static void test_keys_of_olmoe(void **state)
 }
 
 /* A model with a shared expert, or with dense layers, has another model type. */
-static void test_model_type(void **state)
+static void the_model_type_says_what_the_model_has(void **state)
 {
     model_config shared = model_config_default(), dense = shared;
     shared.shared_intermediate = 64;
@@ -152,7 +152,7 @@ static void assert_refused(const model_config *config, const char *part)
         assert_refused(&changed, part);                                                                      \
     } while (0)
 
-static void test_limits(void **state)
+static void limits_are_checked(void **state)
 {
     (void)state;
     REFUSED(vocab, 1, "vocab_size = 1 is outside 2..16777216");
@@ -183,7 +183,7 @@ static void test_limits(void **state)
     REFUSED(initializer_range, (double)INFINITY, "initializer_range = inf is outside 0..10");
 }
 
-static void test_write_refused(void **state)
+static void a_wrong_config_is_not_written(void **state)
 {
     char path[4096];
     error err;
@@ -209,7 +209,7 @@ static void assert_unread(const char *text, const char *part)
     "\"vocab_size\":256,\"hidden_size\":64,\"intermediate_size\":32,\"num_hidden_layers\":2,"                \
     "\"num_attention_heads\":4,\"num_experts\":8,\"num_experts_per_tok\":2"
 
-static void test_messages(void **state)
+static void messages_name_key_value_and_limit(void **state)
 {
     (void)state;
     assert_unread("", "line 1");
@@ -241,7 +241,7 @@ static void test_messages(void **state)
 #define OLMOE "{\"model_type\":\"olmoe\"," SIZES ","
 
 /* What a config says about RoPE is computed or refused, and the message names the key. */
-static void test_rope_refused(void **state)
+static void unknown_rope_is_refused(void **state)
 {
     (void)state;
     static const char *const refused[][2] = {
@@ -281,7 +281,7 @@ static void test_rope_refused(void **state)
 }
 
 /* Values with which plain RoPE is meant. */
-static void test_rope_neutral(void **state)
+static void plain_rope_may_be_spelled_out(void **state)
 {
     (void)state;
     static const char *const read[] = {
@@ -306,7 +306,7 @@ static void test_rope_neutral(void **state)
 }
 
 /* Keys of the source stay, whatever they are; a run changes the context, the loss weight and the dtype. */
-static void test_source_keys(void **state)
+static void keys_of_the_source_stay(void **state)
 {
     static const char source[] =
         "{\"model_type\":\"olmoe\"," SIZES ",\"eos_token_id\":[7,9],\"pad_token_id\":1,\"bos_token_id\":null,"
@@ -345,7 +345,7 @@ static void test_source_keys(void **state)
     assert_non_null(strstr(text, "1e-5"));
 }
 
-static void test_absent_keys(void **state)
+static void absent_keys_have_defaults(void **state)
 {
     (void)state;
     static const char text[] =
@@ -360,7 +360,7 @@ static void test_absent_keys(void **state)
     assert_false(config.tied);
 }
 
-static void test_same(void **state)
+static void equal_configs_are_the_same(void **state)
 {
     (void)state;
     error err;
@@ -386,12 +386,17 @@ static void test_same(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        IN_FOLDER(test_round_trip),          IN_FOLDER(test_keys_of_olmoe),
-        IN_FOLDER(test_model_type),          cmocka_unit_test(test_limits),
-        IN_FOLDER(test_write_refused),       cmocka_unit_test(test_messages),
-        cmocka_unit_test(test_absent_keys),  cmocka_unit_test(test_same),
-        IN_FOLDER(test_source_keys),         cmocka_unit_test(test_rope_refused),
-        cmocka_unit_test(test_rope_neutral),
+        IN_FOLDER(a_written_config_is_read_back),
+        IN_FOLDER(the_keys_are_those_of_olmoe),
+        IN_FOLDER(the_model_type_says_what_the_model_has),
+        cmocka_unit_test(limits_are_checked),
+        IN_FOLDER(a_wrong_config_is_not_written),
+        cmocka_unit_test(messages_name_key_value_and_limit),
+        cmocka_unit_test(absent_keys_have_defaults),
+        cmocka_unit_test(equal_configs_are_the_same),
+        IN_FOLDER(keys_of_the_source_stay),
+        cmocka_unit_test(unknown_rope_is_refused),
+        cmocka_unit_test(plain_rope_may_be_spelled_out),
     };
     return cmocka_run_group_tests_name("config", tests, NULL, NULL);
 }

@@ -28,7 +28,7 @@
 #define SANITIZED 0
 #endif
 
-static void test_contexts(void **state)
+static void contexts_are_created_or_refused(void **state)
 {
     (void)state;
     smoe_destroy(NULL);
@@ -63,7 +63,7 @@ static void test_contexts(void **state)
 }
 
 /* With a usable driver this creates a context of the CUDA backend, else it must fail with a message. */
-static void test_cuda_context(void **state)
+static void a_cuda_context_needs_a_driver(void **state)
 {
     (void)state;
     char text[256] = "";
@@ -191,7 +191,7 @@ static void run_elsewhere(smoe_context *context, layer_memory *m, int backward)
 
 /* A context that one thread creates, a second uses for the forward and a third for the backward must give the
  * same bits as in one thread. */
-static void test_moves_between_threads(void **state)
+static void a_context_moves_between_threads(void **state)
 {
     (void)state;
     smoe_context *context = open_threads(2);
@@ -284,7 +284,7 @@ static void *fork_first(void *argument)
     return NULL;
 }
 
-static void test_forks(void **state)
+static void a_forked_process_computes(void **state)
 {
     (void)state;
     if (SANITIZED) skip(); /* sanitizers start no thread in the forked child of a process with threads */
@@ -361,7 +361,7 @@ static int run_without_more(void *argument)
 }
 
 /* Must run first: a child can start OpenMP threads only if this thread has not started any. */
-static void test_address_space(void **state)
+static void little_address_space_is_an_error(void **state)
 {
     (void)state;
     if (SANITIZED) skip(); /* sanitizers need much address space */
@@ -376,9 +376,9 @@ static void test_address_space(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_address_space), cmocka_unit_test(test_contexts),
-        cmocka_unit_test(test_cuda_context),  cmocka_unit_test(test_moves_between_threads),
-        cmocka_unit_test(test_forks),
+        cmocka_unit_test(little_address_space_is_an_error), cmocka_unit_test(contexts_are_created_or_refused),
+        cmocka_unit_test(a_cuda_context_needs_a_driver),    cmocka_unit_test(a_context_moves_between_threads),
+        cmocka_unit_test(a_forked_process_computes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -12,7 +12,7 @@
 
 /* ---- Tiles: every feature of every half belongs to exactly one stripe, no stripe crosses halves ---- */
 
-static void test_stripes(void **state)
+static void every_feature_has_one_stripe(void **state)
 {
     (void)state;
     for (int n = 8; n <= 1040; n += 8)
@@ -40,7 +40,7 @@ static void check_grid(moe_weight_grid grid, int hidden_tiles, int feature_tiles
 }
 
 /* Tiles are tall where that makes fewer of them. */
-static void test_grids(void **state)
+static void tiles_are_tall_where_that_saves(void **state)
 {
     (void)state;
     check_grid(moe_weight_grid_of(1536, 256, 2), 12, 2, 0);
@@ -73,7 +73,7 @@ static int read_again(int first, moe_weight_grid grid)
 }
 
 /* That every tile is there once: test_tile_order.c. */
-static void test_weight_places(void **state)
+static void the_last_tiles_read_few_columns(void **state)
 {
     (void)state;
     /* d = 768, 2n = 2048: the last quarter of the tiles reads all of d and two of eight tiles of features */
@@ -111,7 +111,7 @@ static void check_split(const int32_t *blocks, int experts, int tiles, int ctas)
     assert_true(split < 1 << 16); /* lists.cu stores the number in 16 bits */
 }
 
-static void test_split(void **state)
+static void experts_are_cut_into_pieces(void **state)
 {
     (void)state;
     enum { MOST = 64 };
@@ -130,7 +130,7 @@ static void test_split(void **state)
 
 /* With uniform routing and a shape of the paper no expert may be split. A single expert must be split so that
  * all CTAs have work. */
-static void test_split_chooses(void **state)
+static void only_large_experts_are_cut(void **state)
 {
     (void)state;
     const int32_t tiles = moe_grid_tiles(moe_weight_grid_of(1536, 256, 1));
@@ -163,7 +163,7 @@ static void put(int32_t *buffer, uint32_t at, uint32_t size, int value)
     buffer[at / size] = value;
 }
 
-static void test_f32_staging(void **state)
+static void staged_f32_have_their_places(void **state)
 {
     (void)state;
     for (int transposed = 0; transposed < 2; transposed++) {
@@ -187,7 +187,7 @@ static void test_f32_staging(void **state)
 
 /* stmatrix: lane 8 j + i has the address of row i of matrix j. Thread t holds elements 2 (t % 4) and
  * 2 (t % 4) + 1 of row t / 4, or with transposition of column t / 4. */
-static void test_16_bit_staging(void **state)
+static void staged_16_bits_have_their_places(void **state)
 {
     (void)state;
     for (int transposed = 0; transposed < 2; transposed++) {
@@ -222,10 +222,10 @@ static void test_16_bit_staging(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_stripes),        cmocka_unit_test(test_grids),
-        cmocka_unit_test(test_weight_places),  cmocka_unit_test(test_split),
-        cmocka_unit_test(test_split_chooses),  cmocka_unit_test(test_f32_staging),
-        cmocka_unit_test(test_16_bit_staging),
+        cmocka_unit_test(every_feature_has_one_stripe),     cmocka_unit_test(tiles_are_tall_where_that_saves),
+        cmocka_unit_test(the_last_tiles_read_few_columns),  cmocka_unit_test(experts_are_cut_into_pieces),
+        cmocka_unit_test(only_large_experts_are_cut),       cmocka_unit_test(staged_f32_have_their_places),
+        cmocka_unit_test(staged_16_bits_have_their_places),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

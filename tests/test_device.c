@@ -21,7 +21,7 @@ static void make(void **state, const char *const *folders)
 
 /* Nothing is listed before the driver has made its files. Without a backend for the GPU, or with one that
  * finds none, a listed GPU is left. */
-static void test_listed(void **state)
+static void listed_gpus_are_told(void **state)
 {
     const char *root = *state;
     error why = {0};
@@ -37,7 +37,7 @@ static void test_listed(void **state)
     assert_true(usable || strstr(why.text, "CUDA") != NULL);
 }
 
-static void test_device_files(void **state)
+static void a_device_file_is_a_listed_gpu(void **state)
 {
     static const char *const files[] = {"dev/nvidia0", "dev/dxg"};
     const char *root = *state;
@@ -56,7 +56,7 @@ static void test_device_files(void **state)
 }
 
 /* NVML says on which GPUs a program computes. Without it, or with another library, nothing is known. */
-static void test_free_gpus(void **state)
+static void nvml_says_which_gpus_are_free(void **state)
 {
     (void)state;
     assert_int_equal(device_free_gpus(FAKE_NVML), 3);
@@ -68,7 +68,8 @@ static void test_free_gpus(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {IN_FOLDER(test_listed), IN_FOLDER(test_device_files),
-                                       cmocka_unit_test(test_free_gpus)};
+    const struct CMUnitTest tests[] = {IN_FOLDER(listed_gpus_are_told),
+                                       IN_FOLDER(a_device_file_is_a_listed_gpu),
+                                       cmocka_unit_test(nvml_says_which_gpus_are_free)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

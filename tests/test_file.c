@@ -55,7 +55,7 @@ static void assert_no_map(const char *path, const char *reason)
     if (strstr(err.text, reason) == NULL) fail_msg("\"%s\" lacks \"%s\"", err.text, reason);
 }
 
-static void test_map(void **state)
+static void files_are_mapped(void **state)
 {
     char path[4096];
     put_file(in_folder(path, state, "a"), "hello", 5);
@@ -69,7 +69,7 @@ static void test_map(void **state)
     assert_no_map(path, "not a regular file"); // and the call does not wait for a writer of the pipe
 }
 
-static void test_write(void **state)
+static void files_are_written_whole(void **state)
 {
     char path[4096];
     error err;
@@ -86,7 +86,7 @@ static void test_write(void **state)
     assert_int_equal(files_in(state), 1);
 }
 
-static void test_write_abort(void **state)
+static void an_aborted_write_leaves_nothing(void **state)
 {
     char path[4096];
     file_writer *writer;
@@ -103,7 +103,7 @@ static void test_write_abort(void **state)
     assert_int_equal(files_in(state), 1);
 }
 
-static void test_write_refused(void **state)
+static void refused_writes_are_errors(void **state)
 {
     char path[4096];
     error err;
@@ -125,7 +125,7 @@ static bool write_zeros(const char *path, size_t size, error *err)
 }
 
 /* A file larger than the writer's buffer fails during the writes, a smaller one only at the commit. */
-static void test_size_limit(void **state)
+static void a_size_limit_is_an_error(void **state)
 {
     char path[4096];
     error err = {0};
@@ -166,7 +166,7 @@ static int fill_disk(void **state)
     return file_write(path, "newer", 5, &err) ? 0 : 5; // the failed write has freed its space
 }
 
-static void test_full_disk(void **state)
+static void a_full_disk_leaves_the_old_file(void **state)
 {
     pid_t child = fork();
     if (child == 0) _exit(fill_disk(state));
@@ -186,7 +186,7 @@ static void kill_child(pid_t child)
 }
 
 /* A process is killed when half of the new bytes or more are in the temporary file: the old file stays. */
-static void test_kill_half_way(void **state)
+static void a_kill_half_way_leaves_the_old_file(void **state)
 {
     char path[4096], *bytes = calloc(1, BIG), ready;
     int pipes[2];
@@ -223,7 +223,7 @@ static void write_generations(const char *path, unsigned char *bytes)
 }
 
 /* After a kill at any moment the file must be one complete version. */
-static void test_kill_any_time(void **state)
+static void a_kill_leaves_one_complete_version(void **state)
 {
     char path[4096];
     unsigned char *bytes = calloc(1, BIG);
@@ -245,7 +245,7 @@ static void test_kill_any_time(void **state)
     free(bytes);
 }
 
-static void test_make_folder(void **state)
+static void folders_are_made(void **state)
 {
     char path[4096];
     error err;
@@ -260,7 +260,7 @@ static void test_make_folder(void **state)
     assert_non_null(strstr(err.text, "file"));
 }
 
-static void test_list(void **state)
+static void folders_are_listed_in_order(void **state)
 {
     static const char *const order[] = {"B", "a/b", "a/c/d", "link", "z"}; // by bytes: capitals first
     char path[4096];
@@ -293,7 +293,7 @@ static void test_list(void **state)
     file_list_free(&list);
 }
 
-static void test_error_text(void **state)
+static void errors_keep_their_text(void **state)
 {
     (void)state;
     error err;
@@ -315,10 +315,17 @@ static void test_error_text(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_error_text), IN_FOLDER(test_map),           IN_FOLDER(test_write),
-        IN_FOLDER(test_write_abort),       IN_FOLDER(test_write_refused), IN_FOLDER(test_size_limit),
-        IN_FOLDER(test_full_disk),         IN_FOLDER(test_kill_half_way), IN_FOLDER(test_kill_any_time),
-        IN_FOLDER(test_make_folder),       IN_FOLDER(test_list),
+        cmocka_unit_test(errors_keep_their_text),
+        IN_FOLDER(files_are_mapped),
+        IN_FOLDER(files_are_written_whole),
+        IN_FOLDER(an_aborted_write_leaves_nothing),
+        IN_FOLDER(refused_writes_are_errors),
+        IN_FOLDER(a_size_limit_is_an_error),
+        IN_FOLDER(a_full_disk_leaves_the_old_file),
+        IN_FOLDER(a_kill_half_way_leaves_the_old_file),
+        IN_FOLDER(a_kill_leaves_one_complete_version),
+        IN_FOLDER(folders_are_made),
+        IN_FOLDER(folders_are_listed_in_order),
     };
     return cmocka_run_group_tests_name("file", tests, NULL, NULL);
 }

@@ -22,7 +22,7 @@ typedef struct stage {
     smoe_status (*call)(smoe_context *, const smoe_layer *, const smoe_forward_args *, void *);
 } stage;
 
-static void test_forward_pointers(void **state)
+static void pointers_of_the_forward_are_checked(void **state)
 {
     (void)state;
     smoe_context *context = open_cpu();
@@ -116,7 +116,7 @@ static void test_forward_pointers(void **state)
     smoe_destroy(context);
 }
 
-static void test_backward_pointers(void **state)
+static void pointers_of_the_backward_are_checked(void **state)
 {
     (void)state;
     smoe_context *context = open_cpu();
@@ -186,7 +186,7 @@ static void test_backward_pointers(void **state)
 }
 
 /* smoe_view_plan must require the memory that contains the plan, and no other argument. */
-static void test_view_plan(void **state)
+static void a_view_needs_the_plan_alone(void **state)
 {
     (void)state;
     smoe_context *context = open_cpu();
@@ -569,10 +569,14 @@ static void unfilled_memory_is_refused(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_forward_pointers),     cmocka_unit_test(test_view_plan),
-        cmocka_unit_test(test_backward_pointers),    cmocka_unit_test(nothing_written_overlaps),
-        cmocka_unit_test(a_bias_is_not_its_counts),  cmocka_unit_test(offsets_are_checked),
-        cmocka_unit_test(a_spoiled_plan_is_refused), cmocka_unit_test(unfilled_memory_is_refused),
+        cmocka_unit_test(pointers_of_the_forward_are_checked),
+        cmocka_unit_test(a_view_needs_the_plan_alone),
+        cmocka_unit_test(pointers_of_the_backward_are_checked),
+        cmocka_unit_test(nothing_written_overlaps),
+        cmocka_unit_test(a_bias_is_not_its_counts),
+        cmocka_unit_test(offsets_are_checked),
+        cmocka_unit_test(a_spoiled_plan_is_refused),
+        cmocka_unit_test(unfilled_memory_is_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

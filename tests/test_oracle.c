@@ -30,7 +30,7 @@ static uint64_t bits_of(double value, smoe_type type)
     return bits;
 }
 
-static void test_known_bits(void **state)
+static void known_values_have_known_bits(void **state)
 {
     (void)state;
     assert_int_equal(bits_of(1.0, SMOE_TYPE_BF16), 0x3f80);
@@ -50,7 +50,7 @@ static void test_known_bits(void **state)
     assert_int_equal(bits_of(-INFINITY, SMOE_TYPE_BF16), 0xff80);
 }
 
-static void test_f32_is_the_compilers(void **state)
+static void f32_is_the_compilers(void **state)
 {
     (void)state;
     oracle_random random = {1};
@@ -65,7 +65,7 @@ static void test_f32_is_the_compilers(void **state)
     }
 }
 
-static void test_every_16_bit_value_survives(void **state)
+static void every_16_bit_value_survives(void **state)
 {
     (void)state;
     const smoe_type types[] = {SMOE_TYPE_BF16, SMOE_TYPE_F16};
@@ -79,7 +79,7 @@ static void test_every_16_bit_value_survives(void **state)
     }
 }
 
-static void test_errors_are_seen(void **state)
+static void errors_are_seen(void **state)
 {
     (void)state;
     const double want[] = {3.0, 4.0}, off[] = {3.0, 4.5}, broken[] = {3.0, NAN}, zero[] = {0.0, 0.0};
@@ -109,7 +109,7 @@ static smoe_layer make_layer(int64_t tokens, int64_t hidden, int64_t intermediat
 }
 
 /* x = 2, h = 3 x + 1 = 7, y = 0.5 h + 0.25 = 3.75, the only weight is 1; dO = 2. */
-static void test_one_relu_by_hand(void **state)
+static void one_relu_is_right_by_hand(void **state)
 {
     (void)state;
     smoe_layer layer = make_layer(1, 1, 1, 1, 1);
@@ -138,7 +138,7 @@ static void test_one_relu_by_hand(void **state)
 
 /* x = 1 and rows 1, 2, 3, 4 of W1. H has the gate columns first with both layouts of W1. The output is
  * max(g, 0) u times W2 = (1, 10). */
-static void test_layouts_by_hand(void **state)
+static void layouts_are_right_by_hand(void **state)
 {
     (void)state;
     const double x = 1, w1[] = {1, 2, 3, 4}, w2[] = {1, 10}, logit = 0;
@@ -157,7 +157,7 @@ static void test_layouts_by_hand(void **state)
 }
 
 /* Weights of one token with logits 0, ln 2, ln 3, ln 4: p = 0.1, 0.2, 0.3, 0.4. */
-static void test_scores_by_hand(void **state)
+static void scores_are_right_by_hand(void **state)
 {
     (void)state;
     const double logits[] = {0.0, log(2.0), log(3.0), log(4.0)};
@@ -192,7 +192,7 @@ static void test_scores_by_hand(void **state)
 /* Groups {0, 1}, {2, 3}, {4, 5}, of which one is kept. The middle group has the largest sum of two scores,
  * although expert 0 has the best score of all. The bias puts expert 3 before expert 2 and does not change the
  * weights. */
-static void test_groups_and_selection_bias(void **state)
+static void groups_and_biases_choose_experts(void **state)
 {
     (void)state;
     const double sigma[] = {0.9, 0.1, 0.7, 0.6, 0.5, 0.5}, bias[] = {0, 0, 0, 0.15, 0, 0};
@@ -214,7 +214,7 @@ static void test_groups_and_selection_bias(void **state)
 }
 
 /* All groups tie: the lowest are kept. */
-static void test_tied_groups(void **state)
+static void tied_groups_keep_the_lowest(void **state)
 {
     (void)state;
     const double logits[6] = {0};
@@ -231,7 +231,7 @@ static void test_tied_groups(void **state)
     oracle_forward_free(&f);
 }
 
-static void test_ties_and_nan(void **state)
+static void ties_and_nan_are_ordered(void **state)
 {
     (void)state;
     const double logits[] = {1, 1, 1, NAN, 2, -INFINITY, NAN, NAN, NAN};
@@ -257,7 +257,7 @@ static int64_t rounded(smoe_rounding rule, int64_t c, int64_t residual, double a
     return oracle_round_count(&layer, c, &facts);
 }
 
-static void test_rounding_counts(void **state)
+static void rounded_counts_are_multiples(void **state)
 {
     (void)state;
     assert_int_equal(rounded(SMOE_ROUNDING_NONE, 13, 0, 0, 0), 13);
@@ -277,7 +277,7 @@ static void test_rounding_counts(void **state)
 
 /* The first words of Random123's known answers for Philox4x32-10 (kat_vectors). With M = 2^20 the decision
  * u < (c - lo) / M is tested just below and just above the expected u. */
-static void test_stochastic_rounding_draws_philox(void **state)
+static void stochastic_rounding_draws_philox(void **state)
 {
     (void)state;
     const struct {
@@ -302,7 +302,7 @@ static void test_stochastic_rounding_draws_philox(void **state)
 
 /* Two experts, four tokens, tile 2. Expert 0 has tokens 0, 1, 2 (p 0.9, 0.6, 0.7), expert 1 token 3 (0.8).
  * DOWN drops token 1 of expert 0 and token 3 of expert 1; UP adds token 3 (0.2) and token 1 (0.4). */
-static void test_rounding_picks_by_rank(void **state)
+static void rounding_picks_by_rank(void **state)
 {
     (void)state;
     const double p[] = {0.9, 0.1, 0.6, 0.4, 0.7, 0.3, 0.2, 0.8};
@@ -337,7 +337,7 @@ static void test_rounding_picks_by_rank(void **state)
 
 /* Expert 0 has only token 0 (0.4) and could add token 1 (0.45). Adding would change the sum of scores by more
  * than dropping. */
-static void test_nearest_by_score_goes_down(void **state)
+static void nearest_by_score_goes_down(void **state)
 {
     (void)state;
     const double p[] = {0.4, 0.3, 0.3, 0.45, 0.5, 0.05};
@@ -358,7 +358,7 @@ static void test_nearest_by_score_goes_down(void **state)
     oracle_forward_free(&f);
 }
 
-static void test_plan_by_hand(void **state)
+static void a_plan_is_right_by_hand(void **state)
 {
     (void)state;
     smoe_layer layer = make_layer(3, 1, 1, 3, 2);
@@ -474,7 +474,7 @@ static void check_all_gradients(const smoe_layer *layer, const oracle_draw *draw
 }
 
 /* With the router's weight the gradient of x has the router's term. With given logits dlogits is tested. */
-static void test_gradients_of_every_score_and_rounding(void **state)
+static void every_score_and_rounding_has_its_gradients(void **state)
 {
     (void)state;
     for (int score = SMOE_SCORE_SOFTMAX_TOPK; score <= SMOE_SCORE_SIGMOID; score++) {
@@ -505,7 +505,7 @@ static void test_gradients_of_every_score_and_rounding(void **state)
     }
 }
 
-static void test_gradients_of_every_activation_and_entry(void **state)
+static void every_activation_and_entry_has_its_gradients(void **state)
 {
     (void)state;
 #define VALUE(enumerator, name, shape, curve) enumerator,
@@ -529,23 +529,23 @@ static void test_gradients_of_every_activation_and_entry(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_known_bits),
-        cmocka_unit_test(test_f32_is_the_compilers),
-        cmocka_unit_test(test_every_16_bit_value_survives),
-        cmocka_unit_test(test_errors_are_seen),
-        cmocka_unit_test(test_one_relu_by_hand),
-        cmocka_unit_test(test_layouts_by_hand),
-        cmocka_unit_test(test_tied_groups),
-        cmocka_unit_test(test_nearest_by_score_goes_down),
-        cmocka_unit_test(test_scores_by_hand),
-        cmocka_unit_test(test_groups_and_selection_bias),
-        cmocka_unit_test(test_ties_and_nan),
-        cmocka_unit_test(test_rounding_counts),
-        cmocka_unit_test(test_stochastic_rounding_draws_philox),
-        cmocka_unit_test(test_rounding_picks_by_rank),
-        cmocka_unit_test(test_plan_by_hand),
-        cmocka_unit_test(test_gradients_of_every_score_and_rounding),
-        cmocka_unit_test(test_gradients_of_every_activation_and_entry),
+        cmocka_unit_test(known_values_have_known_bits),
+        cmocka_unit_test(f32_is_the_compilers),
+        cmocka_unit_test(every_16_bit_value_survives),
+        cmocka_unit_test(errors_are_seen),
+        cmocka_unit_test(one_relu_is_right_by_hand),
+        cmocka_unit_test(layouts_are_right_by_hand),
+        cmocka_unit_test(tied_groups_keep_the_lowest),
+        cmocka_unit_test(nearest_by_score_goes_down),
+        cmocka_unit_test(scores_are_right_by_hand),
+        cmocka_unit_test(groups_and_biases_choose_experts),
+        cmocka_unit_test(ties_and_nan_are_ordered),
+        cmocka_unit_test(rounded_counts_are_multiples),
+        cmocka_unit_test(stochastic_rounding_draws_philox),
+        cmocka_unit_test(rounding_picks_by_rank),
+        cmocka_unit_test(a_plan_is_right_by_hand),
+        cmocka_unit_test(every_score_and_rounding_has_its_gradients),
+        cmocka_unit_test(every_activation_and_entry_has_its_gradients),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

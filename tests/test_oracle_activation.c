@@ -28,7 +28,7 @@ static double value_of(smoe_activation activation, double g, double u)
 
 /* The limits of swiglu_clamped: the slope is zero for a gate above its limit, and for an up value outside of
  * its limits. */
-static void test_clamps(void **state)
+static void clamped_slopes_are_zero(void **state)
 {
     (void)state;
     const double edge = 7 / (1 + exp((double)-1.702f * 7));
@@ -50,7 +50,7 @@ static void test_clamps(void **state)
 }
 
 /* swiglu_capped by hand, and its derivatives by differences. */
-static void test_caps(void **state)
+static void capped_values_are_right_by_hand(void **state)
 {
     (void)state;
     smoe_layer layer = with(SMOE_ACTIVATION_SWIGLU_CAPPED);
@@ -64,7 +64,7 @@ static void test_caps(void **state)
     assert_close(du, (oracle_activate(&layer, g, u + h) - oracle_activate(&layer, g, u - h)) / h, 1e-8);
 }
 
-static void test_activations_by_hand(void **state)
+static void activations_are_right_by_hand(void **state)
 {
     (void)state;
     assert_close(value_of(SMOE_ACTIVATION_SWIGLU, 1, 3), 3 / (1 + exp(-1)), 1e-15);
@@ -77,9 +77,9 @@ static void test_activations_by_hand(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_clamps),
-        cmocka_unit_test(test_caps),
-        cmocka_unit_test(test_activations_by_hand),
+        cmocka_unit_test(clamped_slopes_are_zero),
+        cmocka_unit_test(capped_values_are_right_by_hand),
+        cmocka_unit_test(activations_are_right_by_hand),
     };
     return cmocka_run_group_tests_name("oracle_activation", tests, NULL, NULL);
 }

@@ -13,7 +13,7 @@
 
 #include <cmocka.h>
 
-static void test_numbers(void **state)
+static void every_number_is_rounded_right(void **state)
 {
     (void)state;
     const struct {
@@ -37,7 +37,7 @@ static double sum(const double *a, const double *b, int64_t count, bool short_su
     return oracle_f8_sum((oracle_f8_line){a, 1}, (oracle_f8_line){b, 1}, count, short_sums);
 }
 
-static void test_short_sums(void **state)
+static void products_are_cut_to_the_largest(void **state)
 {
     (void)state;
     /* 448 448 has the exponent 16, so products are cut to multiples of 8; the sum, 3.06 2^16, to 16. */
@@ -63,7 +63,7 @@ static void test_short_sums(void **state)
 /* Every product loses half of 2^-13 of the sum on average, so sums of one sign shrink with their length:
  * by 1.4 % after 1024 products of half-normal numbers, by 2.4 % after 1536, after 4096 in parts of 1024
  * by 1.4 % again. */
-static void test_sums_shrink(void **state)
+static void sums_of_one_sign_shrink(void **state)
 {
     (void)state;
     static double a[4096], b[4096];
@@ -138,7 +138,7 @@ static void are_equal(const char *name, const double *got, const double *want, s
         fail_msg("%s: %zu differ", name, oracle_differing(got, want, count));
 }
 
-static void test_integers_are_exact(void **state)
+static void integers_are_exact(void **state)
 {
     (void)state;
     const struct {
@@ -172,7 +172,7 @@ static void are_some_percent_apart(const char *name, const double *got, const do
                                                                    : error > 0.02 && error < 0.12);
 }
 
-static void test_normal_numbers(void **state)
+static void results_are_some_percent_apart(void **state)
 {
     (void)state;
     const oracle_draw draw = {.b1 = true, .b2 = true};
@@ -191,9 +191,9 @@ static void test_normal_numbers(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_numbers),        cmocka_unit_test(test_short_sums),
-        cmocka_unit_test(test_sums_shrink),    cmocka_unit_test(test_integers_are_exact),
-        cmocka_unit_test(test_normal_numbers),
+        cmocka_unit_test(every_number_is_rounded_right),  cmocka_unit_test(products_are_cut_to_the_largest),
+        cmocka_unit_test(sums_of_one_sign_shrink),        cmocka_unit_test(integers_are_exact),
+        cmocka_unit_test(results_are_some_percent_apart),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -31,7 +31,7 @@ static safetensors *open_file(const char *path)
     return file;
 }
 
-static void test_round_trip(void **state)
+static void written_files_are_read_back(void **state)
 {
     static const float weights[2][3] = {{1, -2, 3.5f}, {0, 1e-38f, -1e38f}};
     static const double scalar = 0.1;
@@ -79,7 +79,7 @@ static void test_round_trip(void **state)
 }
 
 /* The bytes of a file must be those written out here, for any order of the tensors in the call. */
-static void test_bytes(void **state)
+static void the_bytes_are_those_of_the_format(void **state)
 {
     static const float two[2] = {1, 2};
     static const uint8_t byte = 7;
@@ -106,7 +106,7 @@ static void test_bytes(void **state)
 }
 
 /* As many tensors as OLMoE has: each must be found and have its own value. */
-static void test_many(void **state)
+static void many_tensors_are_found(void **state)
 {
     enum { MANY = 3219 };
     static char names[MANY][80];
@@ -141,7 +141,7 @@ static double half_value(unsigned bits)
     return bits & 0x8000 ? -magnitude : magnitude;
 }
 
-static void test_f16(void **state)
+static void f16_is_converted(void **state)
 {
     (void)state;
     enum { ALL = 65536 };
@@ -159,7 +159,7 @@ static void test_f16(void **state)
     }
 }
 
-static void test_read_f32(void **state)
+static void values_are_read_as_f32(void **state)
 {
     (void)state;
     static const uint16_t brain[4] = {0x3f80, 0xc000, 0x7f80, 0x0001}; // 1, -2, infinity, 2^-133
@@ -189,7 +189,7 @@ static void test_read_f32(void **state)
 }
 
 /* If a file cannot be written, the old file must stay. */
-static void test_write_errors(void **state)
+static void a_failed_write_keeps_the_old_file(void **state)
 {
     static const float x[4] = {0};
     static const struct {
@@ -225,7 +225,7 @@ static void test_write_errors(void **state)
 }
 
 /* Malformed headers and their messages; each file has 8 bytes of data. */
-static void test_messages(void **state)
+static void messages_name_the_cause(void **state)
 {
     (void)state;
     static const struct {
@@ -263,7 +263,7 @@ static void test_messages(void **state)
     }
 }
 
-static void test_lengths(void **state)
+static void wrong_lengths_are_refused(void **state)
 {
     (void)state;
     unsigned char bytes[64] = {0};
@@ -294,7 +294,7 @@ static void put_sharded(void **state, const char *weight_map)
     put_file(in_folder(path, state, "model.safetensors.index.json"), index, strlen(index));
 }
 
-static void test_shards(void **state)
+static void shards_are_one_file(void **state)
 {
     char path[4096];
     put_sharded(state, "{\"a\": \"1.safetensors\", \"b\": \"2.safetensors\", \"c\": \"2.safetensors\"}");
@@ -309,7 +309,7 @@ static void test_shards(void **state)
     safetensors_close(file);
 }
 
-static void test_shard_errors(void **state)
+static void wrong_shards_are_refused(void **state)
 {
     static const struct {
         const char *weight_map, *reason;
@@ -345,10 +345,16 @@ static void test_shard_errors(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        IN_FOLDER(test_round_trip),      IN_FOLDER(test_bytes),           IN_FOLDER(test_many),
-        cmocka_unit_test(test_f16),      cmocka_unit_test(test_read_f32), IN_FOLDER(test_write_errors),
-        cmocka_unit_test(test_messages), cmocka_unit_test(test_lengths),  IN_FOLDER(test_shards),
-        IN_FOLDER(test_shard_errors),
+        IN_FOLDER(written_files_are_read_back),
+        IN_FOLDER(the_bytes_are_those_of_the_format),
+        IN_FOLDER(many_tensors_are_found),
+        cmocka_unit_test(f16_is_converted),
+        cmocka_unit_test(values_are_read_as_f32),
+        IN_FOLDER(a_failed_write_keeps_the_old_file),
+        cmocka_unit_test(messages_name_the_cause),
+        cmocka_unit_test(wrong_lengths_are_refused),
+        IN_FOLDER(shards_are_one_file),
+        IN_FOLDER(wrong_shards_are_refused),
     };
     return cmocka_run_group_tests_name("safetensors", tests, NULL, NULL);
 }

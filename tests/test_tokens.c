@@ -48,7 +48,7 @@ static tokens *open_paths(size_t count, const char *const *paths, int64_t contex
     return data;
 }
 
-static void test_split(void **state)
+static void a_part_is_for_validation(void **state)
 {
     (void)state;
     static unsigned char bytes[HEADER + 2 * IDS];
@@ -72,7 +72,7 @@ static void test_split(void **state)
 
 /* Reads all windows and the rest in order into poisoned memory: every token but the first must be a target
  * once. */
-static void test_windows(void **state)
+static void windows_visit_every_token_once(void **state)
 {
     (void)state;
     static unsigned char bytes[HEADER + 2 * IDS];
@@ -125,7 +125,7 @@ static void check_epoch(const tokens *data, uint64_t seed, uint64_t epoch, int32
     assert_true(sorted > WINDOWS / 3 && sorted < WINDOWS * 2 / 3);
 }
 
-static void test_epochs(void **state)
+static void epochs_visit_every_window_once(void **state)
 {
     (void)state;
     static unsigned char bytes[HEADER + 2 * IDS];
@@ -139,7 +139,7 @@ static void test_epochs(void **state)
 }
 
 /* For resuming, a batch must depend on its arguments alone. Larger batches must have the same samples. */
-static void test_resume(void **state)
+static void a_batch_depends_on_its_arguments_alone(void **state)
 {
     (void)state;
     static unsigned char bytes[HEADER + 2 * IDS];
@@ -161,7 +161,7 @@ static void test_resume(void **state)
 }
 
 /* The shortest data: one window, in every epoch. */
-static void test_smallest(void **state)
+static void the_shortest_data_has_one_window(void **state)
 {
     (void)state;
     tokens *data;
@@ -203,7 +203,7 @@ static void put_filled(void **state, const char *name, int byte, size_t size)
 }
 
 /* With few files the end of each is for validation. Windows continue from one file to the next. */
-static void test_few_files(void **state)
+static void few_files_give_their_ends(void **state)
 {
     int32_t inputs[8], targets[8];
     put_filled(state, "a", 'a', 100);
@@ -224,7 +224,7 @@ static void test_few_files(void **state)
 
 /* With many files of similar sizes, whole files are for validation. If one file is larger than all others
  * together, the end of each file is for validation. */
-static void test_many_files(void **state)
+static void many_files_are_kept_whole(void **state)
 {
     char name[32];
     int32_t inputs[50], targets[50];
@@ -253,7 +253,7 @@ static void test_many_files(void **state)
 
 /* Files of a folder that are not text are left out and counted: those with a zero byte near the beginning,
  * also inside a .gz, and a .bin that is no token file. A file that is named directly is read anyway. */
-static void test_binary_files(void **state)
+static void binary_files_are_left_out(void **state)
 {
     static unsigned char picture[20000], bytes[HEADER + 2 * IDS];
     char path[4096], late[4096];
@@ -304,7 +304,7 @@ static void test_binary_files(void **state)
     assert_non_null(strstr(err.text, "e.bin: the header counts 10000 tokens"));
 }
 
-static void test_gzip(void **state)
+static void gzip_is_read(void **state)
 {
     char path[4096];
     unsigned char text[5000];
@@ -327,7 +327,7 @@ static void test_gzip(void **state)
 }
 
 /* A file that is larger than the files that are copied into memory. */
-static void test_large_file(void **state)
+static void a_large_file_is_mapped(void **state)
 {
     char path[4096];
     enum { LARGE = 5 << 20 };
@@ -349,7 +349,7 @@ static void test_large_file(void **state)
 
 /* ---- texts encoded with a table of tokens; token files chosen by their names ---- */
 
-static void test_table(void **state)
+static void texts_are_encoded_with_a_table(void **state)
 {
     (void)state;
     static const char text[] = "smoe-bpe 1 258 1\n97 98 256\n"; // ab is 256, the end of text 257
@@ -414,7 +414,7 @@ static void expect_whole(void **state, int64_t train)
     tokens_close(data);
 }
 
-static void test_names(void **state)
+static void token_files_are_chosen_by_name(void **state)
 {
     put_ids(state, "val_000.bin");
     expect_split(state, IDS - IDS / 20, IDS / 20); // there is nothing else to train on
@@ -428,7 +428,7 @@ static void test_names(void **state)
 }
 
 /* The names of llm.c's files and others; words of which val is only a part are none of them. */
-static void test_validation_names(void **state)
+static void names_choose_the_validation_files(void **state)
 {
     static const char *const validate[] = {"fineweb_val_000000.bin",
                                            "tiny_shakespeare_val.bin",
@@ -468,7 +468,7 @@ static void test_validation_names(void **state)
 }
 
 /* Without validations nothing is set aside, and the last token of a text is trained on. */
-static void test_whole(void **state)
+static void a_whole_text_is_trained_on(void **state)
 {
     char text[9], name[32];
     int32_t inputs[8], targets[8];
@@ -511,7 +511,7 @@ static void assert_refused(const void *bytes, size_t size, const char *name, int
         fail_msg("\"%s\" lacks \"%s\"", err.text, reason);
 }
 
-static void test_bin_errors(void **state)
+static void wrong_token_files_are_named(void **state)
 {
     (void)state;
     static unsigned char bytes[HEADER + 2 * IDS + 1];
@@ -529,7 +529,7 @@ static void test_bin_errors(void **state)
     assert_refused(bytes, size, "x.bin", IDS, "magic 20240521, expected 20240520");
 }
 
-static void test_text_errors(void **state)
+static void wrong_texts_are_named(void **state)
 {
     (void)state;
     unsigned char text[400];
@@ -549,7 +549,7 @@ static void assert_unopened(size_t count, const char *const *paths, const char *
     if (strstr(err.text, reason) == NULL) fail_msg("\"%s\" lacks \"%s\"", err.text, reason);
 }
 
-static void test_path_errors(void **state)
+static void wrong_paths_are_named(void **state)
 {
     static unsigned char bytes[HEADER + 2 * IDS];
     char path[4096];
@@ -576,12 +576,23 @@ static void test_path_errors(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_split),  cmocka_unit_test(test_windows),    cmocka_unit_test(test_epochs),
-        cmocka_unit_test(test_resume), cmocka_unit_test(test_smallest),   IN_FOLDER(test_few_files),
-        IN_FOLDER(test_many_files),    IN_FOLDER(test_binary_files),      IN_FOLDER(test_gzip),
-        IN_FOLDER(test_large_file),    cmocka_unit_test(test_bin_errors), cmocka_unit_test(test_text_errors),
-        IN_FOLDER(test_path_errors),   cmocka_unit_test(test_table),      IN_FOLDER(test_names),
-        IN_FOLDER(test_whole),         IN_FOLDER(test_validation_names),
+        cmocka_unit_test(a_part_is_for_validation),
+        cmocka_unit_test(windows_visit_every_token_once),
+        cmocka_unit_test(epochs_visit_every_window_once),
+        cmocka_unit_test(a_batch_depends_on_its_arguments_alone),
+        cmocka_unit_test(the_shortest_data_has_one_window),
+        IN_FOLDER(few_files_give_their_ends),
+        IN_FOLDER(many_files_are_kept_whole),
+        IN_FOLDER(binary_files_are_left_out),
+        IN_FOLDER(gzip_is_read),
+        IN_FOLDER(a_large_file_is_mapped),
+        cmocka_unit_test(wrong_token_files_are_named),
+        cmocka_unit_test(wrong_texts_are_named),
+        IN_FOLDER(wrong_paths_are_named),
+        cmocka_unit_test(texts_are_encoded_with_a_table),
+        IN_FOLDER(token_files_are_chosen_by_name),
+        IN_FOLDER(a_whole_text_is_trained_on),
+        IN_FOLDER(names_choose_the_validation_files),
     };
     return cmocka_run_group_tests_name("tokens", tests, NULL, NULL);
 }

@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-static void test_demo(void **state)
+static void values_follow_from_the_width(void **state)
 {
     (void)state;
     const train_settings s = train_settings_default();
@@ -17,7 +17,7 @@ static void test_demo(void **state)
     assert_true(train_default_lr(&wide) == 0.000188 && train_default_init(&wide) == 0.0217);
 }
 
-static void test_first_steps(void **state)
+static void the_loss_falls_from_the_first_step(void **state)
 {
     enum { STEPS = 50, LAST = 10, RUN = 200 }; // the warm-up is 10 steps
     static const struct {
@@ -59,8 +59,8 @@ static void test_first_steps(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_demo),
-        cmocka_unit_test_setup_teardown(test_first_steps, set_up, tear_down),
+        cmocka_unit_test(values_follow_from_the_width),
+        cmocka_unit_test_setup_teardown(the_loss_falls_from_the_first_step, set_up, tear_down),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -17,7 +17,7 @@ static void assert_plan(validation_plan wanted, double budget, int64_t text, int
                  (long long)plan.last);
 }
 
-static void test_choice(void **state)
+static void a_plan_is_chosen_by_the_text(void **state)
 {
     (void)state;
     const validation_plan open = {-1, 0, 0};
@@ -41,7 +41,7 @@ static void test_choice(void **state)
 }
 
 /* Over many lengths and texts the tokens stay within the budget, unless it is less than a window. */
-static void test_budget(void **state)
+static void tokens_stay_within_the_budget(void **state)
 {
     (void)state;
     for (double budget = 1; budget < 1e8; budget *= 1.7)
@@ -81,7 +81,7 @@ static train_recipe recipe_in(const char *out)
 }
 
 /* A run of steps. Resumed with more steps, and as the tool does it, it goes on as it was. */
-static void test_run_of_steps(void **state)
+static void a_run_of_steps_keeps_its_plan(void **state)
 {
     place *p = *state;
     train_settings s = settings_of(p);
@@ -109,7 +109,7 @@ static void test_run_of_steps(void **state)
 
 /* A run of a time: its tokens are estimated before the first step. The share is so small that the estimate
  * does not matter. */
-static void test_run_of_seconds(void **state)
+static void a_run_of_seconds_keeps_its_plan(void **state)
 {
     place *p = *state;
     train_settings s = settings_of(p);
@@ -127,10 +127,10 @@ static void test_run_of_seconds(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_choice),
-        cmocka_unit_test(test_budget),
-        cmocka_unit_test_setup_teardown(test_run_of_steps, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(test_run_of_seconds, set_up, tear_down),
+        cmocka_unit_test(a_plan_is_chosen_by_the_text),
+        cmocka_unit_test(tokens_stay_within_the_budget),
+        cmocka_unit_test_setup_teardown(a_run_of_steps_keeps_its_plan, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(a_run_of_seconds_keeps_its_plan, set_up, tear_down),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

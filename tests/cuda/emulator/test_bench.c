@@ -86,7 +86,7 @@ static void check_memory(const json_t *all)
 
 /* Forward and backward of the experts: times of stages, of passes, and of each stage alone (--alone). The
  * tokens are so few that they are one segment, so the plan is one launch. */
-static void test_experts(void **state)
+static void stages_of_the_experts_have_their_times(void **state)
 {
     static const struct {
         const char *pass, *kernel;
@@ -108,7 +108,7 @@ static void test_experts(void **state)
 }
 
 /* With two column chunks down and combine run twice, and the peak of memory is lower. */
-static void test_chunks(void **state)
+static void chunks_run_stages_twice_in_less_memory(void **state)
 {
     (void)state;
     records r = bench("--pass forward --scope experts --dtype fp16 --no-bound --chunks 1,2");
@@ -127,7 +127,7 @@ static void test_chunks(void **state)
 }
 
 /* The whole layer with rounding, and the reference (bound_ms): one GEMM for a stage. */
-static void test_layer(void **state)
+static void the_whole_layer_has_its_bounds(void **state)
 {
     (void)state;
     records r = bench("--pass forward --rounding nr-f --tile 32 --logits bf16");
@@ -142,7 +142,7 @@ static void test_layer(void **state)
 }
 
 /* Only the combine has the time of a copy of as many bytes (alone_copy_ms), which is that of one launch. */
-static void test_copy(void **state)
+static void only_the_combine_has_a_copy(void **state)
 {
     (void)state;
     records r = bench("--pass forward --scope experts --alone");
@@ -155,10 +155,10 @@ static void test_copy(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_experts),
-        cmocka_unit_test(test_chunks),
-        cmocka_unit_test(test_layer),
-        cmocka_unit_test(test_copy),
+        cmocka_unit_test(stages_of_the_experts_have_their_times),
+        cmocka_unit_test(chunks_run_stages_twice_in_less_memory),
+        cmocka_unit_test(the_whole_layer_has_its_bounds),
+        cmocka_unit_test(only_the_combine_has_a_copy),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
