@@ -47,7 +47,7 @@ static const char *const flag_names[MOE_EP_FLAGS] = {
     [MOE_EP_INPUT] = "X or dO",
     [MOE_EP_AGAIN] = "X of the backward",
     [MOE_EP_RETURN] = "the sums",
-    [MOE_EP_FREE] = "the end of the last backward",
+    [MOE_EP_FREE] = "the end of an earlier call",
 };
 
 void moe_ep_group_values(const smoe_ep *ep, int64_t values[MOE_EP_GROUP_VALUES])

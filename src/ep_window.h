@@ -27,7 +27,7 @@ typedef enum moe_ep_flag {
     MOE_EP_INPUT,  /* a part of its X is there, in a backward of its dO */
     MOE_EP_AGAIN,  /* all of its X is there again, in a backward */
     MOE_EP_RETURN, /* a part of its sums is there: of O, or of dX. With the last part also dS */
-    MOE_EP_FREE,   /* it has read all X and dO of the backward */
+    MOE_EP_FREE,   /* it has read all X and dO of a backward; on a GPU also all X of a forward in waves */
     MOE_EP_FLAGS
 } moe_ep_flag;
 

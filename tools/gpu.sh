@@ -301,7 +301,8 @@ no_gpu() { grep -q 'no usable CUDA device\|CUDA driver version is insufficient\|
 
 one_part() {
     case $part in
-    route | limits | sms | ep) within "$seconds" "$bin/cuda_check_$part" ;;
+    route | limits | sms) within "$seconds" "$bin/cuda_check_$part" ;;
+    ep) within "$seconds" "$bin/cuda_check_ep" && within "$seconds" "$bin/cuda_check_ep_failures" ;;
     lora) within "$seconds" "$bin/cuda_lora" ;;
     memcheck | synccheck) sanitize "$part" ;;
     ops | model) within "$seconds" "$bin/cuda_check_train_$part" ;;

@@ -37,18 +37,23 @@ MOE_DEVICE bool meet(const moe_ep_begin_call &c)
     return true;
 }
 
+// After a forward in several waves other ranks may still read their own rows, which are computed last. A call
+// whose rows have the same size writes elsewhere, so it does not wait for them.
 __global__ void __launch_bounds__(32) begin(const __grid_constant__ moe_ep_begin_call c)
 {
     const moe_ep_view &v = c.view;
     moe_ep_state *state = state_of(v);
-    const uint64_t call = state->call + 1, backwards = state->backwards;
+    const uint64_t call = state->call + 1, reading = state->row_bytes == c.row_bytes ? 0 : state->reading;
     __syncwarp();
     if (threadIdx.x == 0) state->call = call;
     __syncwarp();
     if (__any_sync(~0u, has_failed(v))) return;
     if (!state->met && !meet(c)) return;
-    if (backwards && !wait_all(v, MOE_EP_FREE, moe_ep_mark(backwards, 0))) return;
-    if (c.backward && threadIdx.x == 0) state->backwards = call;
+    if (reading && !wait_all(v, MOE_EP_FREE, moe_ep_mark(reading, 0))) return;
+    if ((c.backward || v.parts > 1) && threadIdx.x == 0) {
+        state->reading = call;
+        state->row_bytes = c.backward ? 0 : c.row_bytes;
+    }
     for (int r = 0; r < v.ranks; r++) {
         int64_t *to = values_at(v, r, v.header, v.rank);
         if (threadIdx.x == 0) to[0] = c.tokens;

@@ -168,7 +168,9 @@ ep_call moe_cuda_ep_call(smoe_context *context, smoe_ep *ep, const moe_call *cal
         .state = context->state,
         .own = {plan->row_token, plan->token_rows, plan->token_offsets, plan->counts, plan->offsets,
                 plan->block_offsets, plan->row_weight, (int32_t)call->problem.experts_here},
-        .begin = {.tokens = layer->tokens, .backward = backward},
+        .begin = {.tokens = layer->tokens,
+                  .row_bytes = layer->hidden * call->problem.element,
+                  .backward = backward},
         .main = launch_on(context->state, layer->dtype, call->stream),
         .row_bytes = layer->hidden * call->problem.element,
     };
@@ -466,6 +468,8 @@ static cudaError_t experts(ep_call *c, const smoe_forward_args *args, const char
         rows.block_stride = c->waves;
         status = run_wave(c, &rows, wave);
     }
+    if (status == cudaSuccess && c->waves > 1)
+        status = moe_cuda_ep_signal(&c->main, &c->begin.view, MOE_EP_FREE, 0);
     *refused = rows.on.refused_call;
     *refusal = rows.on.refusal;
     return status == cudaSuccess ? moe_cuda_ep_follow(c, c->main.stream, c->comm.stream) : status;

@@ -128,7 +128,7 @@ static cudaError_t run_wave(const ep_call *c, backward_call *rows, int wave)
     return status;
 }
 
-/* The gradients that travel. The flag is set behind dS, which needs all of dO. */
+/* The gradients that travel. */
 static cudaError_t run_returned(const ep_call *c, backward_call *rows, const received_backward *s,
                                 int wants_ds)
 {
@@ -145,8 +145,13 @@ static cudaError_t run_returned(const ep_call *c, backward_call *rows, const rec
     }
     rows->lists = all;
     if (status == cudaSuccess && wants_ds) status = moe_cuda_run_ds(rows);
-    if (status == cudaSuccess && wants_ds) status = send_ds(c, rows);
-    if (status == cudaSuccess) status = moe_cuda_ep_follow(c, c->comm.stream, c->main.stream);
+    return status == cudaSuccess && wants_ds ? send_ds(c, rows) : status;
+}
+
+/* Behind dS, which needs all of dO. Also if no gradient travels: the others wait for the flag. */
+static cudaError_t signal_returned(const ep_call *c)
+{
+    const cudaError_t status = moe_cuda_ep_follow(c, c->comm.stream, c->main.stream);
     return status == cudaSuccess
                ? moe_cuda_ep_signal(&c->comm, &c->begin.view, MOE_EP_RETURN, c->received.parts - 1)
                : status;
@@ -178,6 +183,7 @@ static cudaError_t experts(ep_call *c, const smoe_backward_args *args, int wants
     if (c->waves > 1) rows.bias_counts = c->arrays.spans;
     cudaError_t status = moe_cuda_ep_take_headers(&c->main, &c->begin, c->arrays.tokens);
     if (status == cudaSuccess && wanted) status = run_returned(c, &rows, &s, wants_ds);
+    if (status == cudaSuccess) status = signal_returned(c);
     if (status == cudaSuccess) status = run_weights(c, &rows);
     if (status == cudaSuccess) status = moe_cuda_ep_follow(c, c->main.stream, c->comm.stream);
     c->main.refused_call = rows.on.refused_call;

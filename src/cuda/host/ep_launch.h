@@ -13,10 +13,11 @@ extern "C" {
 
 /* In the owner's window. Kernels count the calls, so that a graph may be launched again and again. */
 typedef struct moe_ep_state {
-    uint64_t call;      /* the number of the current forward or backward */
-    uint64_t backwards; /* the number of the last backward: others may still read its X and dO */
-    uint32_t met;       /* the groups of all ranks have been compared */
-    uint32_t failed;    /* the group has failed on this rank */
+    uint64_t call;     /* the number of the current forward or backward */
+    uint64_t reading;  /* the number of the last call whose rows others may still read: MOE_EP_FREE ends it */
+    int64_t row_bytes; /* of that call, if it was a forward; else 0 */
+    uint32_t met;      /* the groups of all ranks have been compared */
+    uint32_t failed;   /* the group has failed on this rank */
     uint32_t
         arrived[MOE_EP_FLAGS]; /* CTAs that are done, of the grid that will set the flag; 0 between grids */
 } moe_ep_state;
@@ -46,11 +47,13 @@ typedef struct moe_ep_begin_call {
     moe_ep_view view;
     int64_t group_values[MOE_EP_GROUP_VALUES], call_values[MOE_EP_CALL_VALUES];
     int64_t tokens; /* of this rank */
+    int64_t row_bytes;
     int32_t backward;
 } moe_ep_begin_call;
 
-/* Starts a call: waits until all groups exist and nobody reads rows of the last backward, then describes the
- * call to all ranks. A backward's flag MOE_EP_HEADER is set here, a forward's by moe_cuda_ep_send_routing. */
+/* Starts a call: waits until all groups exist and nobody reads rows whose place this call's may take, then
+ * describes the call to all ranks. A backward's flag MOE_EP_HEADER is set here, a forward's by
+ * moe_cuda_ep_send_routing. */
 cudaError_t moe_cuda_ep_begin(const moe_launch *on, const moe_ep_begin_call *call);
 
 /* Waits for the descriptions of all ranks and compares them; tokens (ranks) receives T of each, 0 after a
