@@ -47,58 +47,34 @@ enum { MOE_SELECTION_plain, MOE_SELECTION_biased };
 enum { MOE_SCORE_COUNT = 0 MOE_SCORES(MOE_COUNT_SCORE) };
 #undef MOE_COUNT_SCORE
 
+#define MOE_HAS_CURVE(enumerator, name, key, value, over, selection)                                         \
+    case enumerator:                                                                                         \
+        return MOE_CURVE_##value;
+#define MOE_IS_OVER_ALL(enumerator, name, key, value, over, selection)                                       \
+    case enumerator:                                                                                         \
+        return MOE_OVER_##over == MOE_OVER_all;
+#define MOE_IS_OVER_KEPT(enumerator, name, key, value, over, selection)                                      \
+    case enumerator:                                                                                         \
+        return MOE_OVER_##over == MOE_OVER_kept;
+#define MOE_IS_BIASED(enumerator, name, key, value, over, selection)                                         \
+    case enumerator:                                                                                         \
+        return MOE_SELECTION_##selection;
+#define MOE_SCORE_PROPERTY(function, property)                                                               \
+    MOE_HOST_DEVICE int function(smoe_score score)                                                           \
+    {                                                                                                        \
+        switch (score) {                                                                                     \
+            MOE_SCORES(property)                                                                             \
+        }                                                                                                    \
+        return 0;                                                                                            \
+    }
+
 /* If the list lacks an enumerator of smoe.h, every file that includes this header fails to compile. */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic error "-Wswitch"
-
-/* Is the score a function of one logit, rather than a softmax? */
-MOE_HOST_DEVICE int moe_score_has_curve(smoe_score score)
-{
-    switch (score) {
-#define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
-    case enumerator: return MOE_CURVE_##value;
-        MOE_SCORES(MOE_CASE)
-#undef MOE_CASE
-    }
-    return 0;
-}
-
-/* Do the raw weights sum to 1 over all E? */
-MOE_HOST_DEVICE int moe_score_over_all(smoe_score score)
-{
-    switch (score) {
-#define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
-    case enumerator: return MOE_OVER_##over == MOE_OVER_all;
-        MOE_SCORES(MOE_CASE)
-#undef MOE_CASE
-    }
-    return 0;
-}
-
-/* Do they sum to 1 over the K kept experts? */
-MOE_HOST_DEVICE int moe_score_over_kept(smoe_score score)
-{
-    switch (score) {
-#define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
-    case enumerator: return MOE_OVER_##over == MOE_OVER_kept;
-        MOE_SCORES(MOE_CASE)
-#undef MOE_CASE
-    }
-    return 0;
-}
-
-/* May a layer have a selection bias and groups? */
-MOE_HOST_DEVICE int moe_score_takes_bias(smoe_score score)
-{
-    switch (score) {
-#define MOE_CASE(enumerator, name, key, value, over, selection)                                              \
-    case enumerator: return MOE_SELECTION_##selection;
-        MOE_SCORES(MOE_CASE)
-#undef MOE_CASE
-    }
-    return 0;
-}
-
+MOE_SCORE_PROPERTY(moe_score_has_curve, MOE_HAS_CURVE)  /* a function of one logit, rather than a softmax? */
+MOE_SCORE_PROPERTY(moe_score_over_all, MOE_IS_OVER_ALL) /* do the raw weights sum to 1 over all E? */
+MOE_SCORE_PROPERTY(moe_score_over_kept, MOE_IS_OVER_KEPT) /* do they sum to 1 over the K kept experts? */
+MOE_SCORE_PROPERTY(moe_score_takes_bias, MOE_IS_BIASED)   /* may a layer have a selection bias and groups? */
 #pragma GCC diagnostic pop
 
 /* Are the weights of the kept pairs divided by their sum? */

@@ -290,8 +290,8 @@ class _Router(modeling_olmoe.OlmoeTopKRouter):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
         ids, weights = route(
-            logits, top_k=self.top_k, score=self.score, norm_topk_prob=self.norm_topk_prob and self.score != "topk_softmax",
-            n_group=self.groups, topk_group=self.groups_kept, routed_scaling_factor=self.scale,
+            logits, topk=self.top_k, score=self.score, renormalize=self.norm_topk_prob and self.score != "topk_softmax",
+            groups=self.groups, groups_kept=self.groups_kept, route_scale=self.scale,
             selection_bias=self.e_score_correction_bias,
         )  # fmt: skip
         return logits, weights.to(logits.dtype), ids

@@ -5,12 +5,13 @@ import torch
 import torch.nn.functional as F
 
 import smoe
+from smoe import _route
 
 K, SCORES = 2, {
     "softmax": dict(),
     "softmax_norm": dict(norm_topk_prob=True),
-    "topk": dict(score="topk_softmax", routed_scaling_factor=2.5),
-    "sigmoid": dict(score="sigmoid", norm_topk_prob=True, n_group=4, topk_group=2, routed_scaling_factor=0.5),
+    "topk": dict(score="topk_softmax", route_scale=2.5),
+    "sigmoid": dict(score="sigmoid", renormalize=True, groups=4, groups_kept=2, routed_scaling_factor=0.5),
 }  # fmt: skip
 
 
@@ -53,9 +54,21 @@ def test_replay_of_a_token_without_experts(name):
 
 def test_errors():
     logits = torch.randn(5, 8)
-    with pytest.raises(ValueError, match="need score='sigmoid'"):
-        smoe.route(logits, top_k=K, selection_bias=torch.zeros(8))
+    with pytest.raises(ValueError, match="selection_bias needs score='sigmoid'"):
+        smoe.route(logits, topk=K, selection_bias=torch.zeros(8))
+    with pytest.raises(ValueError, match="smoe.route: groups is 2, but groups need SMOE_SCORE_SIGMOID"):
+        smoe.route(logits, topk=K, n_group=2)
+    with pytest.raises(ValueError, match="smoe.route: topk is 9"):
+        smoe.route(logits, top_k=9)
+    with pytest.raises(TypeError, match="smoe.route: topk is None"):
+        smoe.route(logits)
+    with pytest.raises(TypeError, match="smoe.route: rounding is no option"):
+        smoe.route(logits, topk=K, rounding="up")
     with pytest.raises(ValueError, match=r"expected \(T, K\) = \(5, 2\)"):
         smoe.route(logits, top_k=K, ids=torch.zeros(5, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="score is 'softmax'"):
         smoe.route(logits, top_k=K, score="softmax")
+
+
+def test_every_score_of_the_header_is_here():
+    assert set(_route._SCORES) == set(smoe.native.SCORES)

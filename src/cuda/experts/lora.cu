@@ -42,6 +42,23 @@ template <int RANK> struct narrow_rows {
     enum { PITCH = RANK * 2 + 16, VECTORS = RANK / 8, BYTES = STEP * PITCH };
 };
 
+// Adds the products of all steps to c; a slot is filled while those of earlier steps are multiplied.
+template <typename WORK, typename SUMS>
+MOE_DEVICE void multiply_steps(WORK &work, SUMS &c, int steps, int warp, int lane)
+{
+    for (int s = 0; s < SLOTS - 1; s++) {
+        if (s < steps) work.copy(s);
+        commit_copies();
+    }
+    for (int s = 0; s < steps; s++) {
+        wait_copies<SLOTS - 2>();
+        __syncthreads(); // step s has landed for all, and all have read step s - 1
+        if (s + SLOTS - 1 < steps) work.copy(s + SLOTS - 1);
+        commit_copies();
+        work.multiply_step(c, s, warp, lane);
+    }
+}
+
 // ---- project
 
 template <int RANK, bool RANK_MAJOR> struct project_shared {
@@ -164,17 +181,7 @@ template <typename T, int RANK, bool RANK_MAJOR> struct projector {
         const int steps = (p.width + STEP - 1) / STEP;
         float c[2][RANK / 8][4] = {};
         begin();
-        for (int s = 0; s < SLOTS - 1; s++) {
-            if (s < steps) copy(s);
-            commit_copies();
-        }
-        for (int s = 0; s < steps; s++) {
-            wait_copies<SLOTS - 2>();
-            __syncthreads(); // step s has landed for all, and all have read step s - 1
-            if (s + SLOTS - 1 < steps) copy(s + SLOTS - 1);
-            commit_copies();
-            multiply_step(c, s, warp, lane);
-        }
+        multiply_steps(*this, c, steps, warp, lane);
         store(c, warp, lane);
         wait_copies<0>();
         __syncthreads(); // the slots are free for the next tile
@@ -284,17 +291,7 @@ template <typename T, typename G, int RANK> struct summer {
         if (p.accumulate && steps == 0) return;
         row0 = (int64_t)p.block_offsets[expert] * MOE_BLOCK_ROWS;
         float c[RANK / 16][4][4] = {};
-        for (int s = 0; s < SLOTS - 1; s++) {
-            if (s < steps) copy(s);
-            commit_copies();
-        }
-        for (int s = 0; s < steps; s++) {
-            wait_copies<SLOTS - 2>();
-            __syncthreads(); // step s has landed for all, and all have read step s - 1
-            if (s + SLOTS - 1 < steps) copy(s + SLOTS - 1);
-            commit_copies();
-            multiply_step(c, s, warp, lane);
-        }
+        multiply_steps(*this, c, steps, warp, lane);
         wait_copies<0>();
 #pragma unroll
         for (int j = 0; j < RANK / 16; j++)
