@@ -37,7 +37,7 @@ from transformers.models.olmoe import modeling_olmoe
 from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
 from transformers.utils import logging
 
-from . import _checks, _gates, functional
+from . import _checks, _gates, functional, native
 from ._activation import Gate
 from ._route import route
 
@@ -279,9 +279,10 @@ class _Router(modeling_olmoe.OlmoeTopKRouter):
 
     def __init__(self, config: SmoeConfig) -> None:
         super().__init__(config)
-        if config.scoring_func not in ("softmax", "topk-softmax", "sigmoid"):
-            raise ValueError(f"scoring_func is {config.scoring_func!r}, not 'softmax', 'topk-softmax' or 'sigmoid'")
-        self.score = {"softmax": "softmax_topk", "topk-softmax": "topk_softmax"}.get(config.scoring_func, config.scoring_func)
+        scores = {"softmax" if name == "softmax_topk" else name.replace("_", "-"): name for name in native.SCORES}
+        if config.scoring_func not in scores:
+            raise ValueError(f"scoring_func is {config.scoring_func!r}; expected one of {', '.join(scores)}")
+        self.score = scores[config.scoring_func]
         self.scale = config.routed_scaling_factor
         self.groups, self.groups_kept = config.n_group, config.topk_group
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.selection_bias else None

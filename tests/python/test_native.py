@@ -120,7 +120,7 @@ def test_limits_are_the_librarys():
     from smoe import _ops
 
     source = (ROOT / "src" / "problem.h").read_text()
-    limit = {key: int(value) for key, value in re.findall(r"SMOE_(\w+) = (\d+)", source)}
+    limit = {key: int(value) for key, value in re.findall(r"MOE_(\w+) = (\d+)", source)}
     ours = dict(MAX_EXPERTS=checks.MAX_EXPERTS, MAX_LORA_RANK=checks.MAX_LORA_RANK, MAX_THREADS=native.MOST_THREADS)
     ours |= dict(TENSOR_ALIGN=_ops._ALIGN, BUFFER_ALIGN=_ops._BUFFER_ALIGN)
     assert ours.items() <= limit.items()
