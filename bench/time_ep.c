@@ -378,7 +378,6 @@ static void *run_rank(void *user)
     job jobs[2] = {{.layer = describe(s)}, {.layer = describe(s)}}; /* with ranks, alone */
     jobs[0].layer.ranks = all->ranks, jobs[0].layer.max_tokens = s->tokens;
     jobs[0].layer.waves = (int32_t)s->waves;
-    jobs[0].layer.row_capacity = all->ranks > 2 ? s->tokens * s->topk * (s->zipf ? 4 : 3) / 2 : 0;
     jobs[1].layer.tokens = s->tokens * all->ranks;
     jobs[1].layer.experts = each, jobs[1].layer.topk = local_topk;
     const int64_t w = each * s->hidden * s->intermediate;

@@ -366,7 +366,8 @@ typedef struct smoe_layer {
                              are on other ranks. W1, b1, W2, b2 and their gradients have E / ranks experts */
     int32_t waves;        /* parts in which tokens travel: 1, 2, 4, 8, or 0: chosen from the sizes */
     int64_t max_tokens;   /* T of each rank is 0..max_tokens */
-    int64_t row_capacity; /* the most rows this rank's experts may receive; 0: enough for any routing */
+    int64_t row_capacity; /* the most received rows, with padding, whose H is kept; the backward computes H of
+                             the others again. 0: 1.25 max_tokens topk, at least 16384 */
     int32_t lora_rank1;   /* LoRA beside W1: r1, a multiple of 8, at most 256; 0: none, as it must be if
                              `ranks` is not 0 */
     int32_t lora_rank2;   /* the same beside W2: r2 */
@@ -533,12 +534,13 @@ SMOE_API smoe_status smoe_update_selection_bias(smoe_context *context, const smo
 typedef struct smoe_backward_args {
     size_t struct_size;
     /* the forward's inputs and results, with the same values */
-    const void *x;             /* (T, d); read for dw1, drouter_weight, dlora_a1 */
+    const void *x;             /* (T, d); read for dw1, drouter_weight, dlora_a1; with ranks also as w1 is */
     const void *router_weight; /* (E, d), or NULL: dx does not include the router's term */
     const void *logits;        /* FROM_LOGITS: (T, E); read for dlogits, for the router's gradients and for
                                   the router's term of dx. May be NULL for sparse dlogits of a softmax */
     const void *topk_ids;      /* FROM_TOPK: (T, K); read for dtopk_weights */
-    const void *w1;            /* read for dx */
+    const void *w1;            /* read for dx; with ranks also for what needs H, if fewer rows are kept than
+                                  may come (row_capacity) */
     const void *w2;            /* required for every gradient except db2, even for dw2 alone */
     const void *b2;            /* the forward's b2, read for a term of dS; NULL if the forward had no b2 */
     void *saved;               /* as the forward left it; overwritten only with reuse_saved */

@@ -18,7 +18,12 @@
  * their `ranks` and `max_tokens` are the same and none needs more room than the layer that made it. All ranks
  * make the same calls in the same order, with the same sizes and options, and want the same gradients: a
  * pointer of a gradient says that it is wanted, also where T is 0. What differs is found and named. A rank
- * may have another `layout`, accumulate, gradient_type, chunks, row_capacity, or number of threads.
+ * may have another `layout`, accumulate, gradient_type, chunks, or number of threads.
+ *
+ * Memory. A rank may receive the rows of all tokens of all ranks. `saved` keeps H of row_capacity rows, and
+ * the backward computes H of the others again from X, which travels again for dW1 anyway. No result depends
+ * on it. The scratch has room for all rows, `chunks` makes it smaller; layers that run one after the other
+ * share it.
  *
  * Results. Let G be the layer without ranks on the tokens of rank 0, 1, ... after each other. H, A, Y, dS and
  * the gradients of weights and biases are bit for bit those of G with the CPU backend. On a GPU this holds
@@ -32,7 +37,7 @@
  * call's number (the first forward or backward of a group is call 1) and the reason. What the call should
  * have written is NaN. The other ranks are told the reason, so they do not wait for their own timeout. Every
  * later call with this group returns the same. It cannot be repaired: destroy it and make another, with
- * zeroed windows. A rank whose experts receive more rows than row_capacity fails in this way too.
+ * zeroed windows.
  *
  * GPUs. The host waits for nothing; the stream waits for other ranks. So a call that fails may have returned
  * OK: its results are NaN, and smoe_ep_status and every later call return SMOE_ERROR_PEER. Windows are memory

@@ -323,8 +323,8 @@ static smoe_status check_rows(smoe_context *context, const char *function, const
     if (l->ranks) moe_ep_problem_init(&ep, l);
     if (l->ranks && ep.received.padded_rows > INT32_MAX)
         return moe_fail(context, SMOE_ERROR_SHAPE,
-                        "%s: a rank may receive %lld rows with padding, the limit is %d; set row_capacity or "
-                        "use fewer tokens a call",
+                        "%s: a rank may receive %lld rows with padding, the limit is %d; use fewer "
+                        "tokens a call",
                         function, (long long)ep.received.padded_rows, INT32_MAX);
     if (l->tokens * l->experts > (int64_t)1 << 40)
         return moe_fail(context, SMOE_ERROR_SHAPE, "%s: tokens x experts is %lld, the limit is 2^40",

@@ -15,10 +15,12 @@ void moe_ep_window_init(moe_ep_window *window, const smoe_layer *layer);
  * tokens. Its part of saved (for inference: of scratch) is behind the plan of the rank's own tokens. */
 typedef struct moe_ep_problem {
     moe_problem received;
-    int parts;                                          /* in which tokens travel */
-    uint64_t starts_at, tokens_at, spans_at, blocks_at; /* offsets from the received part's first byte */
-    uint64_t bytes;                                     /* of this part */
-    uint64_t metadata_bytes;                            /* unpadded */
+    int parts; /* in which tokens travel */
+    uint64_t starts_at, tokens_at, spans_at, blocks_at,
+        b1_at;               /* offsets from the received part's first byte */
+    uint64_t b1_bytes;       /* 0: H of all rows is kept */
+    uint64_t bytes;          /* of this part */
+    uint64_t metadata_bytes; /* unpadded */
 } moe_ep_problem;
 
 void moe_ep_problem_init(moe_ep_problem *ep, const smoe_layer *layer);
@@ -29,6 +31,7 @@ typedef struct moe_ep_arrays {
     int32_t *spans;       /* (E/W) rows and pad rows of an expert; this and the next: cuda */
     int32_t *run_blocks;  /* (E/W waves + 1) the first block of an expert's rows of a wave */
     int64_t *tokens;      /* (ranks) T of each source */
+    char *b1;             /* NULL, or b1 (E/W, h_width) dtype, zeros if there is none: to compute H again */
 } moe_ep_arrays;
 
 /* The received part of `buffer`: saved, or for inference the start of scratch. */
@@ -58,6 +61,9 @@ void moe_ep_call_values(const moe_problem *problem, int backward, int wanted,
 
 /* Which gradients a backward wants, as a set of bits. */
 int moe_ep_wanted(const smoe_layer *layer, const smoe_backward_args *args, int with_router);
+
+/* Does a backward send X? For dW1, and to compute H again. All ranks find the same. */
+int moe_ep_sends_x(const moe_ep_problem *ep, int wanted);
 
 /* Notes the fault and makes ep->error. */
 void moe_ep_note(smoe_ep *ep, const moe_ep_fault *fault);

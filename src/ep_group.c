@@ -11,7 +11,7 @@
 static_assert(MOE_EXPERTS == 2 * MOE_DISPATCH && MOE_COLLECT == 2 * MOE_EXPERTS,
               "the next stage is the next bit");
 
-enum { DEFAULT_TIMEOUT_MS = 120000 };
+enum { DEFAULT_TIMEOUT_MS = 120000, MOE_WANTS_DW1 = 4, MOE_WANTS_DB2 = 32 /* of moe_ep_wanted */ };
 
 /* In the order of moe_ep_group_values and moe_ep_call_values. */
 static const char *const group_names[MOE_EP_GROUP_VALUES] = {
@@ -35,6 +35,7 @@ static const char *const call_names[MOE_EP_CALL_VALUES] = {
     "waves",
     "inference",
     "wanted gradients",
+    "rows that are kept (row_capacity)",
     "gate_limit",
     "up_limit",
     "gate_alpha",
@@ -77,6 +78,7 @@ void moe_ep_call_values(const moe_problem *problem, int backward, int wanted,
                                              ep.parts,
                                              l->inference,
                                              wanted,
+                                             l->inference ? 0 : ep.received.kept_rows,
                                              limited ? moe_bits_of(l->gate_limit) : 0,
                                              limited ? moe_bits_of(l->up_limit) : 0,
                                              limited ? moe_bits_of(l->gate_alpha) : 0,
@@ -86,8 +88,13 @@ void moe_ep_call_values(const moe_problem *problem, int backward, int wanted,
 
 int moe_ep_wanted(const smoe_layer *layer, const smoe_backward_args *a, int with_router)
 {
-    return (a->dx != NULL) | moe_wants_ds(layer, a, with_router) << 1 | (a->dw1 != NULL) << 2 |
-           (a->db1 != NULL) << 3 | (a->dw2 != NULL) << 4 | (a->db2 != NULL) << 5;
+    return (a->dx != NULL) | moe_wants_ds(layer, a, with_router) << 1 | (a->dw1 ? MOE_WANTS_DW1 : 0) |
+           (a->db1 != NULL) << 3 | (a->dw2 != NULL) << 4 | (a->db2 ? MOE_WANTS_DB2 : 0);
+}
+
+int moe_ep_sends_x(const moe_ep_problem *ep, int wanted)
+{
+    return wanted & MOE_WANTS_DW1 || (ep->b1_bytes && wanted & ~MOE_WANTS_DB2);
 }
 
 /* The lower rank first, because either may have found it. */
@@ -123,10 +130,6 @@ void moe_ep_note(smoe_ep *ep, const moe_ep_fault *f)
         break;
     case MOE_EP_MISMATCH:
     case MOE_EP_STRANGER: note_difference(ep, f); break;
-    case MOE_EP_FULL:
-        snprintf(text, size, "call %llu: rank %d received %lld rows, its row_capacity is %lld", call,
-                 f->origin, a, b);
-        break;
     }
 }
 

@@ -1,6 +1,8 @@
 /* The sizes of a layer with ranks: windows, and the received part of saved. */
 #include "ep.h"
 
+enum { LEAST_KEPT = 16384 };
+
 /* The most rows that the tokens of one rank have among the experts of one rank. A rounding rule adds less
  * than a tile to each expert. */
 static int64_t pairs_at_most(const smoe_layer *l)
@@ -52,6 +54,15 @@ static int parts_of(const smoe_layer *l)
     return rows >= 4 * 512 ? 4 : rows >= 2 * 512 ? 2 : 1;
 }
 
+/* Padded rows whose H is kept. The default is rarely exceeded: a rank's experts together get much the same
+ * number of rows on all ranks. Small layers keep all, so that nothing of theirs is computed again. */
+static int64_t kept_rows(const smoe_layer *l)
+{
+    const int64_t mean = l->max_tokens * l->topk, usual = mean + mean / 4;
+    const int64_t rows = l->row_capacity ? l->row_capacity : usual > LEAST_KEPT ? usual : LEAST_KEPT;
+    return (rows + MOE_BLOCK_ROWS - 1) / MOE_BLOCK_ROWS * MOE_BLOCK_ROWS;
+}
+
 void moe_ep_problem_init(moe_ep_problem *ep, const smoe_layer *layer)
 {
     const int64_t pairs = layer->ranks * pairs_at_most(layer), ranks = layer->ranks;
@@ -63,19 +74,22 @@ void moe_ep_problem_init(moe_ep_problem *ep, const smoe_layer *layer)
     received.rounding = SMOE_ROUNDING_NONE;
     received.reuse_saved = 0; /* dw2 comes after dh and reads H */
     received.ranks = 0;
-    const int64_t rows = layer->row_capacity && layer->row_capacity < pairs ? layer->row_capacity : pairs;
     *ep = (moe_ep_problem){.parts = parts_of(layer)};
     const int64_t runs = received.experts * moe_ep_waves(ep->parts); /* each begins at a block */
-    moe_problem_of_runs(&ep->received, &received, rows, runs);
+    moe_problem_of_runs(&ep->received, &received, pairs, runs, kept_rows(layer));
     const moe_problem *r = &ep->received;
     const uint64_t starts = 4 * (uint64_t)(runs * ranks), tokens = 8 * (uint64_t)ranks;
     const uint64_t spans = 4 * (uint64_t)received.experts, blocks = 4 * (uint64_t)(runs + 1);
+    ep->b1_bytes = layer->inference || r->kept_rows == r->padded_rows
+                       ? 0
+                       : (uint64_t)(received.experts * r->h_width * r->element);
     ep->bytes = layer->inference ? r->plan_bytes : r->saved_buffer_bytes;
     ep->starts_at = place(&ep->bytes, starts);
     ep->tokens_at = place(&ep->bytes, tokens);
     ep->spans_at = place(&ep->bytes, spans);
     ep->blocks_at = place(&ep->bytes, blocks);
-    ep->metadata_bytes = r->metadata_bytes + starts + tokens + spans + blocks;
+    ep->b1_at = place(&ep->bytes, ep->b1_bytes);
+    ep->metadata_bytes = r->metadata_bytes + starts + tokens + spans + blocks + ep->b1_bytes;
 }
 
 moe_ep_arrays moe_ep_arrays_at(const moe_ep_problem *ep, const moe_problem *problem, void *buffer)
@@ -87,5 +101,6 @@ moe_ep_arrays moe_ep_arrays_at(const moe_ep_problem *ep, const moe_problem *prob
         .tokens = (int64_t *)(void *)(at + ep->tokens_at),
         .spans = (int32_t *)(void *)(at + ep->spans_at),
         .run_blocks = (int32_t *)(void *)(at + ep->blocks_at),
+        .b1 = ep->b1_bytes ? at + ep->b1_at : NULL,
     };
 }

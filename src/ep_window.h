@@ -11,11 +11,11 @@ enum {
     MOE_EP_MAX_PARTS = 8,
     MOE_EP_LINE = 64, /* bytes of a flag's line */
     MOE_EP_GROUP_VALUES = 7,
-    MOE_EP_CALL_VALUES = 15,
-    MOE_EP_FLOATS = 11, /* the first value of a call that is the bits of a float */
-    MOE_EP_VALUES = 16, /* int64 of a description in a window: T, and the above */
+    MOE_EP_CALL_VALUES = 16,
+    MOE_EP_FLOATS = 12, /* the first value of a call that is the bits of a float */
+    MOE_EP_VALUES = 17, /* int64 of a description in a window: T, and the above */
     MOE_EP_STATE_BYTES = 256,
-    MOE_EP_VERSION = 1 /* of everything in this file */
+    MOE_EP_VERSION = 2 /* of everything in this file */
 };
 
 /* The flags. A window has a line for each flag and each source rank, which alone writes it. All but the first
@@ -65,8 +65,7 @@ typedef enum moe_ep_reason {
     MOE_EP_LATE = 1,     /* waited values[1] ms for values[0] (a moe_ep_flag) of `other` */
     MOE_EP_ABORTED = 2,  /* smoe_ep_abort */
     MOE_EP_MISMATCH = 3, /* value number values[0] of the call is values[1], that of `other` values[2] */
-    MOE_EP_STRANGER = 4, /* the same for a value of the group */
-    MOE_EP_FULL = 5      /* received values[0] rows, row_capacity is values[1] */
+    MOE_EP_STRANGER = 4  /* the same for a value of the group */
 } moe_ep_reason;
 
 typedef struct moe_ep_fault {

@@ -115,7 +115,8 @@ smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem
     const smoe_layer *l = &problem->layer;
     const int logits = l->entry == SMOE_ENTRY_FROM_LOGITS, topk = l->entry == SMOE_ENTRY_FROM_TOPK;
     const int da = moe_wants_ds(l, a, router) || moe_wants_dh(a) || a->dw2;
-    const int x = a->dw1 || a->dlora_a1 || (router && a->drouter_weight),
+    const int again = problem->recomputes && da;
+    const int x = a->dw1 || a->dlora_a1 || (router && a->drouter_weight) || again,
               router_gradient = router ? WRITTEN : 0;
     const int64_t element = problem->element, gradient = moe_type_bytes(l->gradient_type), e = l->experts;
     const int64_t te = logits * l->tokens * e * moe_type_bytes(l->logits_type),
@@ -130,7 +131,7 @@ smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem
         {"router_weight", a->router_weight, 0, logits * ed * element, 0},
         {"logits", a->logits, router && moe_reads_logits(l, a) ? NEEDED : 0, te, 0},
         {"topk_ids", a->topk_ids, a->dtopk_weights ? NEEDED : 0, tk * moe_type_bytes(l->index_type), 0},
-        {"w1", a->w1, a->dx ? NEEDED : 0, hd * width * element, 0},
+        {"w1", a->w1, a->dx || again ? NEEDED : 0, hd * width * element, 0},
         {"w2", a->w2, da ? NEEDED : 0, hd * l->intermediate * element, 0},
         {"b2", a->b2, 0, hd * element, 0},
         {"dout", a->dout, da || a->db2 ? NEEDED : 0, td, 0},

@@ -142,16 +142,19 @@ static void add_received(moe_problem *p)
     if (p->layer.inference) return;
     p->saved_buffer_bytes = p->plan_bytes;
     p->metadata_bytes += ep.metadata_bytes;
-    p->saved_bytes += ep.metadata_bytes + h_bytes(&ep.received, ep.received.rows);
+    const moe_problem *r = &ep.received;
+    p->saved_bytes += ep.metadata_bytes + h_bytes(r, r->rows < r->kept_rows ? r->rows : r->kept_rows);
+    p->recomputes = r->kept_rows < r->padded_rows;
 }
 
 void moe_problem_init(moe_problem *problem, const smoe_layer *layer)
 {
-    moe_problem_of_runs(problem, layer, rows_at_most(layer), layer->experts);
+    moe_problem_of_runs(problem, layer, rows_at_most(layer), layer->experts, INT64_MAX);
     if (layer->ranks) add_received(problem);
 }
 
-void moe_problem_of_runs(moe_problem *problem, const smoe_layer *layer, int64_t rows, int64_t runs)
+void moe_problem_of_runs(moe_problem *problem, const smoe_layer *layer, int64_t rows, int64_t runs,
+                         int64_t kept)
 {
     moe_problem *p = problem;
     *p = (moe_problem){.layer = *layer};
@@ -161,6 +164,7 @@ void moe_problem_of_runs(moe_problem *problem, const smoe_layer *layer, int64_t 
     p->experts_here = layer->ranks ? layer->experts / layer->ranks : layer->experts;
     p->rows = rows;
     p->padded_rows = moe_padded_rows(p->rows, runs);
+    p->kept_rows = kept < p->padded_rows ? kept : p->padded_rows;
     const int64_t per_chunk = (int64_t)MOE_BLOCK_ROWS * layer->chunks;
     p->chunk_columns = MOE_BLOCK_ROWS * ((layer->hidden + per_chunk - 1) / per_chunk);
     if (p->chunk_columns > layer->hidden) p->chunk_columns = layer->hidden;
@@ -179,7 +183,7 @@ void moe_problem_of_runs(moe_problem *problem, const smoe_layer *layer, int64_t 
         x_bytes + p->metadata_bytes + low_rank_bytes(p, p->rows, layer->lora_rank1 + layer->lora_rank2);
     p->saved_buffer_bytes = layer->inference ? 0 : p->plan_bytes;
     if (keeps_h(layer)) p->saved_bytes += h_bytes(p, p->rows);
-    if (keeps_h(layer)) p->saved_buffer_bytes += moe_align_up(h_bytes(p, p->padded_rows));
+    if (keeps_h(layer)) p->saved_buffer_bytes += moe_align_up(h_bytes(p, p->kept_rows));
     if (layer->inference) p->saved_bytes = p->metadata_bytes = 0;
 }
 
@@ -189,7 +193,7 @@ moe_plan_arrays moe_plan_at(const moe_problem *problem, void *buffer)
     char *at = buffer;
     if (keeps_h(&problem->layer)) {
         plan.h = at;
-        at += moe_align_up(h_bytes(problem, problem->padded_rows));
+        at += moe_align_up(h_bytes(problem, problem->kept_rows));
     }
     const int32_t ranks[] = {problem->layer.lora_rank1, problem->layer.lora_rank2};
     void **const low[] = {&plan.p1, &plan.p2};

@@ -24,7 +24,7 @@ enum {
 
 /* The plan's arrays, in saved (for inference: at the start of scratch). Shapes as in smoe_plan_view. */
 typedef struct moe_plan_arrays {
-    void *h;             /* (padded_rows, h_width) dtype; NULL for inference and with ranks */
+    void *h;             /* (kept_rows, h_width) dtype; NULL for inference and with ranks */
     void *p1, *p2;       /* (padded_rows, lora_rank1), (padded_rows, lora_rank2) dtype; NULL without LoRA */
     int32_t *row_token;  /* (padded_rows) */
     float *row_weight;   /* (padded_rows) */
@@ -47,6 +47,8 @@ typedef struct moe_problem {
     int64_t experts_here;        /* of W1, b1, W2, b2 and their gradients: E, with ranks E / ranks */
     int64_t rows;                /* bound on R */
     int64_t padded_rows;         /* moe_padded_rows */
+    int64_t kept_rows;           /* padded rows whose H is in saved: whole blocks, or all */
+    int recomputes;              /* with ranks: fewer than all, so the backward may compute H again */
     int64_t chunk_columns;       /* 64 ceil(d / (64 chunks)): columns of a chunk of Y or dX~; the last may be
                                     narrower */
     uint64_t metadata_bytes;     /* of the plan, unpadded */
@@ -79,9 +81,10 @@ int64_t moe_load_index(const void *indices, smoe_type type, int64_t at);
 /* Fills *problem from a layer whose enumerators and sizes have been checked. */
 void moe_problem_init(moe_problem *problem, const smoe_layer *layer);
 
-/* The same for a layer without ranks that has at most `rows` rows, in `runs` runs that begin at a block each.
- */
-void moe_problem_of_runs(moe_problem *problem, const smoe_layer *layer, int64_t rows, int64_t runs);
+/* The same for a layer without ranks that has at most `rows` rows, in `runs` runs that begin at a block each,
+ * and that keeps H of at most `kept` padded rows. */
+void moe_problem_of_runs(moe_problem *problem, const smoe_layer *layer, int64_t rows, int64_t runs,
+                         int64_t kept);
 
 /* saved_buffer_bytes is at most *constant + T *of_a_token for every T. Both are 0 if nothing is saved, and
  * for layers with ranks. */

@@ -3,7 +3,7 @@
 #define _GNU_SOURCE /* for ep_case.h */
 #include "src/activations.h"
 #include "src/cpu/ep_cpu.h"
-#include "tests/ep_case.h"
+#include "tests/ep_capacity.h"
 
 #include <time.h>
 
@@ -154,6 +154,19 @@ static void all_tokens_to_one_rank_or_one_expert(void **state)
     }
 }
 
+static void run_threads(ep_case *c)
+{
+    ep_run_threads(c, 2);
+    for (int r = 0; r < c->layer.ranks; r++) assert_int_equal(c->status[r], SMOE_OK);
+}
+
+static void rows_past_the_capacity_change_no_bits(void **state)
+{
+    (void)state;
+    ep_check_capacities(SMOE_TYPE_F32, run_threads);
+    ep_check_capacities(SMOE_TYPE_BF16, run_threads);
+}
+
 static void lockstep_in_one_thread(void **state)
 {
     (void)state;
@@ -205,6 +218,8 @@ static void delays_at_every_flag_change_nothing(void **state)
     layer.waves = 2;
     atomic_store(&slow_ranks, 15);
     check_threads(&layer, uneven, 1, 4);
+    layer.row_capacity = 64;
+    check_threads(&layer, uneven, 1, 4);
     atomic_store(&slow_ranks, 0);
 }
 
@@ -250,6 +265,7 @@ static void check_two_layers(int slow)
 {
     smoe_layer layer = ep_describe(4, 8, 3, SMOE_TYPE_F32);
     layer.waves = 4;
+    layer.row_capacity = 64; /* H is computed again, from X that must have come again */
     ep_case *first = ep_make(&layer, uneven, 1), *second = make_second(first);
     pthread_t threads[EP_MOST];
     two_layers users[EP_MOST];
@@ -387,6 +403,7 @@ int main(void)
         cmocka_unit_test(inference_gives_the_same_output),
         cmocka_unit_test(reuse_saved_and_accumulate),
         cmocka_unit_test(all_tokens_to_one_rank_or_one_expert),
+        cmocka_unit_test(rows_past_the_capacity_change_no_bits),
         cmocka_unit_test(lockstep_in_one_thread),
         cmocka_unit_test(delays_at_every_flag_change_nothing),
         cmocka_unit_test(two_layers_use_one_group),

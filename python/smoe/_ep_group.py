@@ -23,7 +23,8 @@ class Group:
     Collective: all ranks make it with the same arguments. Layers may share it if they run one after the other.
     max_tokens, hidden, num_experts (of all ranks), top_k, dtype: the largest of the layers. rounding, tile: of layers with
     token rounding. device: None: the mesh's, or that of the process group's backend. waves: parts in which tokens travel,
-    0: chosen. timeout: seconds that a rank waits for another. threads: of a call on the CPU, None: torch's number.
+    0: chosen. row_capacity: received rows whose H is kept for the backward, which computes H of the others again; 0: 1.25 times
+    the mean. timeout: seconds that a rank waits for another. threads: of a call on the CPU, None: torch's number.
     """
 
     _made = 0
@@ -31,7 +32,7 @@ class Group:
     def __init__(
         self, process_group=None, *, max_tokens: int, hidden: int, num_experts: int, top_k: int,
         dtype: torch.dtype = torch.float32, rounding: str = "none", tile: int = 128, device: torch.device | str | None = None,
-        waves: int = 0, timeout: float = 120.0, threads: int | None = None,
+        waves: int = 0, row_capacity: int = 0, timeout: float = 120.0, threads: int | None = None,
     ) -> None:  # fmt: skip
         self.mesh = process_group if hasattr(process_group, "get_group") else None
         self.process_group = self.mesh.get_group() if self.mesh else process_group or dist.group.WORLD
@@ -40,13 +41,14 @@ class Group:
         self.device = self._device(device)
         self._compare(
             max_tokens=max_tokens, hidden=hidden, num_experts=num_experts, top_k=top_k, dtype=dtype, rounding=rounding, tile=tile,
-            waves=waves, device=self.device.type,
+            waves=waves, row_capacity=row_capacity, device=self.device.type,
         )  # fmt: skip
         self.context = self.ep = self.windows = None
         self._sizes: dict[tuple, native.Sizes] = {}
         if num_experts % self.size:
             raise ValueError(f"smoe.ep.Group: num_experts is {num_experts}; expected a multiple of the {self.size} ranks")
-        self.fields = dict(ranks=self.size, waves=waves, max_tokens=max_tokens)  # of the record of each layer
+        # of the record of each layer
+        self.fields = dict(ranks=self.size, waves=waves, max_tokens=max_tokens, row_capacity=row_capacity)
         layer = native.Layer(
             tokens=max_tokens, hidden=hidden, intermediate=8, experts=num_experts, topk=top_k, dtype=TYPE_CODES[dtype],
             gradient_type=TYPE_CODES[dtype], rounding=native.ROUNDINGS[rounding], tile=tile, **self.fields,

@@ -41,7 +41,7 @@ static void activate_row(const moe_cpu_pass *pass, int64_t row, const float *da,
     const moe_problem *p = pass->problem;
     const int64_t n = p->layer.intermediate, first = row * p->h_width;
     float *h = at->row, *dh = h + p->h_width, *a = dh + p->h_width;
-    moe_load_row(h, pass->plan->h, first, p->h_width, p->layer.dtype);
+    moe_load_row(h, moe_h_of_row(pass, row), 0, p->h_width, p->layer.dtype);
     moe_activate_backward(&p->layer, n, h, da, pass->plan->row_weight[row], a, dh);
     moe_store_row(pass->dh, first, dh, p->h_width, p->layer.dtype);
     pass->ds[row] += moe_dot(n, da, a);

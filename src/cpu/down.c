@@ -17,7 +17,7 @@ static void load_a(const moe_cpu_pass *pass, const moe_row_panel *panel, const m
         return;
     }
     for (int64_t i = 0; i < panel->count; i++) {
-        moe_load_row(at->row, pass->plan->h, (panel->row + i) * p->h_width, p->h_width, p->layer.dtype);
+        moe_load_row(at->row, moe_h_of_row(pass, panel->row + i), 0, p->h_width, p->layer.dtype);
         moe_activate(&p->layer, n, at->row, at->gathered + i * n);
     }
     moe_round_row(at->gathered, panel->count * n, p->layer.dtype);

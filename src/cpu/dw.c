@@ -86,10 +86,10 @@ static void load_scaled_a(const moe_cpu_pass *pass, const moe_row_panel *panel, 
     const int64_t n = p->layer.intermediate;
     float *h = at->row;
     for (int64_t i = 0; i < panel->count; i++) {
-        const int64_t first = (panel->row + i) * p->h_width + t->feature;
+        const void *kept = moe_h_of_row(pass, panel->row + i);
         float *a = at->product + i * t->features;
-        moe_load_row(h, pass->plan->h, first, t->features, p->layer.dtype);
-        if (p->gated) moe_load_row(h + t->features, pass->plan->h, first + n, t->features, p->layer.dtype);
+        moe_load_row(h, kept, t->feature, t->features, p->layer.dtype);
+        if (p->gated) moe_load_row(h + t->features, kept, t->feature + n, t->features, p->layer.dtype);
         moe_activate(&p->layer, t->features, h, a);
         const float weight = pass->plan->row_weight[panel->row + i];
         for (int64_t j = 0; j < t->features; j++) a[j] *= weight;

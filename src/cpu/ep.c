@@ -96,11 +96,20 @@ static int plan_received(smoe_ep *ep, const moe_call *call, const moe_ep_problem
                          const moe_ep_arrays *arrays)
 {
     moe_stage_begin(ep->context, SMOE_STAGE_PLAN, call->stream);
-    const int planned = moe_cpu_ep_take_headers(ep, &call->problem, 0, 0, arrays->tokens) &&
-                        moe_cpu_ep_plan(ep, received, arrays) &&
-                        moe_cpu_ep_wait_parts(ep, MOE_EP_INPUT, received->parts);
+    int planned = moe_cpu_ep_take_headers(ep, &call->problem, 0, 0, arrays->tokens);
+    if (planned) moe_cpu_ep_plan(ep, received, arrays);
+    planned = planned && moe_cpu_ep_wait_parts(ep, MOE_EP_INPUT, received->parts);
     moe_stage_end(ep->context, SMOE_STAGE_PLAN, call->stream);
     return planned;
+}
+
+/* For a backward that computes H again. */
+static void keep_b1(void *to, const void *b1, uint64_t bytes)
+{
+    if (b1)
+        memcpy(to, b1, bytes);
+    else
+        memset(to, 0, bytes);
 }
 
 static void experts(smoe_ep *ep, const moe_call *call, const smoe_forward_args *args,
@@ -114,8 +123,9 @@ static void experts(smoe_ep *ep, const moe_call *call, const smoe_forward_args *
         moe_cpu_forward_pass(ep->context, &received->received, &arrays.plan, call->scratch, call->stream);
     smoe_forward_args local = *args;
     local.x = moe_cpu_ep_row(ep, problem, ep->rank, ep->window.x, 0, 0);
+    if (arrays.b1) keep_b1(arrays.b1, args->b1, received->b1_bytes);
     moe_blas_enter();
-    moe_cpu_up(&pass, &local);
+    moe_cpu_up(&pass, &local, 0);
     for (int64_t column = 0; column < problem->layer.hidden; column += problem->chunk_columns) {
         moe_cpu_down(&pass, &local, column);
         moe_stage_begin(ep->context, SMOE_STAGE_COMBINE, call->stream);

@@ -1,5 +1,6 @@
 /* The backward of a layer with ranks.
- * - dispatch_backward: dO, and X again if dW1 is wanted: no rank keeps the X that it received.
+ * - dispatch_backward: dO, and X again for dW1 and for H that is computed again: no rank keeps the X that it
+ *   received.
  * - experts_backward: dh; dx_rows, and sums over a token's rows to the token's rank; dS too; then dw2 and
  * dw1, while the sums travel.
  * - collect_backward: dS of this rank's pairs, router_bwd, dX[t] = router's term + sum over the ranks. */
@@ -9,7 +10,8 @@
 
 #include <string.h>
 
-static void dispatch(smoe_ep *ep, const moe_call *call, const smoe_backward_args *args, int wanted, int parts)
+static void dispatch(smoe_ep *ep, const moe_call *call, const smoe_backward_args *args,
+                     const moe_ep_problem *received, int wanted)
 {
     const moe_problem *problem = &call->problem;
     const moe_plan_arrays *plan = &call->plan;
@@ -18,8 +20,11 @@ static void dispatch(smoe_ep *ep, const moe_call *call, const smoe_backward_args
         ep->backwards = ep->call;
         for (int r = 0; r < ep->ranks; r++) moe_cpu_ep_describe(ep, problem, 1, wanted, r);
         moe_cpu_ep_signal_all(ep, MOE_EP_HEADER, moe_ep_mark(ep->call, 0));
-        if (wanted) moe_cpu_ep_send_rows(ep, problem, plan, args->dout, ep->window.dout, MOE_EP_INPUT, parts);
-        if (args->dw1) moe_cpu_ep_send_rows(ep, problem, plan, args->x, ep->window.x, MOE_EP_AGAIN, 1);
+        if (wanted)
+            moe_cpu_ep_send_rows(ep, problem, plan, args->dout, ep->window.dout, MOE_EP_INPUT,
+                                 received->parts);
+        if (moe_ep_sends_x(received, wanted))
+            moe_cpu_ep_send_rows(ep, problem, plan, args->x, ep->window.x, MOE_EP_AGAIN, 1);
     }
     moe_stage_end(ep->context, SMOE_STAGE_DISPATCH_BWD, call->stream);
 }
@@ -55,6 +60,17 @@ static void run_returned(smoe_ep *ep, const moe_cpu_pass *pass, const smoe_backw
     if (!args->dx) moe_cpu_ep_signal_all(ep, MOE_EP_RETURN, moe_ep_mark(ep->call, parts - 1));
 }
 
+/* H of the rows that were not kept. */
+static void compute_again(const moe_cpu_pass *pass, const smoe_backward_args *args, const void *b1,
+                          int64_t first)
+{
+    smoe_forward_args forward = SMOE_FORWARD_ARGS_INIT;
+    forward.x = args->x;
+    forward.w1 = args->w1;
+    forward.b1 = b1;
+    moe_cpu_up(pass, &forward, first);
+}
+
 /* Returns 0 when the group has failed. */
 static int run_experts(smoe_ep *ep, const moe_call *call, const smoe_backward_args *args,
                        const moe_ep_problem *received, int wants_ds, int wanted)
@@ -69,7 +85,11 @@ static int run_experts(smoe_ep *ep, const moe_call *call, const smoe_backward_ar
     int64_t tokens[MOE_EP_MAX_RANKS];
     if (!moe_cpu_ep_take_headers(ep, problem, 1, wanted, tokens)) return 0;
     if (wanted && !moe_cpu_ep_wait_parts(ep, MOE_EP_INPUT, received->parts)) return 0;
+    const int64_t kept = received->received.kept_rows;
+    const int past = moe_ep_sends_x(received, wanted) && MOE_BLOCK_ROWS * moe_block_count(&pass) > kept;
+    if (past && !moe_cpu_ep_wait_parts(ep, MOE_EP_AGAIN, 1)) return 0;
     moe_blas_enter();
+    if (past) compute_again(&pass, &local, arrays.b1, kept);
     run_returned(ep, &pass, &local, &arrays, received->parts, wants_ds);
     if (moe_wants_dw2(args)) moe_cpu_dw2(&pass, &local);
     const int again = !args->dw1 || moe_cpu_ep_wait_parts(ep, MOE_EP_AGAIN, 1);
@@ -159,7 +179,7 @@ smoe_status moe_cpu_ep_backward(smoe_context *context, const moe_call *call, con
               wants_ds = moe_wants_ds(layer, args, with_router);
     moe_ep_problem received;
     moe_ep_problem_init(&received, layer);
-    if (stages & MOE_DISPATCH) dispatch(ep, call, args, wanted, received.parts);
+    if (stages & MOE_DISPATCH) dispatch(ep, call, args, &received, wanted);
     if (stages & MOE_EXPERTS &&
         (ep->fault.reason || !run_experts(ep, call, args, &received, wants_ds, wanted)))
         set_weights_nan(&call->problem, args);

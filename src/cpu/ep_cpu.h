@@ -66,8 +66,8 @@ void moe_cpu_ep_send_routing(const smoe_ep *ep, const moe_problem *problem, cons
                              int rank);
 
 /* The plan of the received rows from the routing of all ranks. An expert's rows are sorted by source, then by
- * token. Returns 0 when there are more than fit. */
-int moe_cpu_ep_plan(smoe_ep *ep, const moe_ep_problem *received, const moe_ep_arrays *arrays);
+ * token. */
+void moe_cpu_ep_plan(const smoe_ep *ep, const moe_ep_problem *received, const moe_ep_arrays *arrays);
 
 /* The lowest rank from `after` + 1 on that has an expert of the token; ranks if there is none. */
 int moe_cpu_ep_next_rank(const moe_problem *problem, const moe_plan_arrays *plan, int64_t token, int after);

@@ -34,19 +34,14 @@ void moe_cpu_ep_send_routing(const smoe_ep *ep, const moe_problem *problem, cons
     }
 }
 
-/* counts, and the rows of all experts together. */
-static int64_t count_rows(const smoe_ep *ep, int64_t experts, int32_t *counts)
+/* The rows of each expert. */
+static void count_rows(const smoe_ep *ep, int64_t experts, int32_t *counts)
 {
-    int64_t rows = 0;
     memset(counts, 0, (size_t)experts * sizeof *counts);
     for (int s = 0; s < ep->ranks; s++) {
         const run from = run_at(ep, ep->rank, s);
-        for (int64_t e = 0; e < experts; e++) {
-            counts[e] += from.counts[e];
-            rows += from.counts[e];
-        }
+        for (int64_t e = 0; e < experts; e++) counts[e] += from.counts[e];
     }
-    return rows;
 }
 
 /* Copies the runs of one source to their places. token_offsets[slot + 1] counts the rows of a slot, a token
@@ -82,15 +77,11 @@ static void map_slots(const moe_problem *p, const moe_plan_arrays *plan)
     plan->token_offsets[0] = 0;
 }
 
-int moe_cpu_ep_plan(smoe_ep *ep, const moe_ep_problem *p, const moe_ep_arrays *a)
+void moe_cpu_ep_plan(const smoe_ep *ep, const moe_ep_problem *p, const moe_ep_arrays *a)
 {
     const moe_plan_arrays *plan = &a->plan;
     const int64_t experts = p->received.layer.experts;
-    const int64_t rows = count_rows(ep, experts, plan->counts);
-    if (rows > p->received.rows) {
-        moe_cpu_ep_fail(ep, MOE_EP_FULL, ep->rank, rows, p->received.rows, 0);
-        return 0;
-    }
+    count_rows(ep, experts, plan->counts);
     moe_place_experts(plan, experts);
     int32_t next[MOE_MAX_EXPERTS];
     for (int64_t e = 0; e < experts; e++) next[e] = MOE_BLOCK_ROWS * plan->block_offsets[e];
@@ -99,7 +90,6 @@ int moe_cpu_ep_plan(smoe_ep *ep, const moe_ep_problem *p, const moe_ep_arrays *a
     moe_order_experts(plan, next, experts);
     moe_write_pads(plan, experts, p->received.padded_rows);
     map_slots(&p->received, plan);
-    return 1;
 }
 
 int moe_cpu_ep_next_rank(const moe_problem *problem, const moe_plan_arrays *plan, int64_t token, int after)

@@ -37,6 +37,12 @@ static int64_t rows_here(const moe_problem *p)
     return p->layer.ranks ? 0 : p->padded_rows;
 }
 
+static void *carve_past(const moe_problem *p, carver *at)
+{
+    return carve(
+        at, p->layer.inference ? 0 : (uint64_t)((p->padded_rows - p->kept_rows) * p->h_width * p->element));
+}
+
 static int64_t panel_rows(const moe_problem *p)
 {
     return moe_min(MOE_PANEL_ROWS, moe_max(p->rows, p->layer.tokens));
@@ -85,6 +91,7 @@ moe_cpu_pass moe_cpu_forward_pass(const smoe_context *context, const moe_problem
     carver at = {scratch, 0};
     if (p->layer.inference)
         pass.a = carve(&at, (uint64_t)(rows_here(p) * p->layer.intermediate * p->element));
+    pass.past = carve_past(p, &at);
     pass.chunk = carve_floats(&at, rows_here(p) * p->chunk_columns);
     carve_threads(&pass, &at);
     return pass;
@@ -100,6 +107,7 @@ moe_cpu_pass moe_cpu_backward_pass(const smoe_context *context, const moe_proble
         pass.dh = plan ? plan->h : NULL;
     else
         pass.dh = carve(&at, (uint64_t)(rows_here(p) * p->h_width * p->element));
+    pass.past = carve_past(p, &at);
     pass.ds = carve_floats(&at, p->padded_rows);
     pass.q1 = carve_floats(&at, p->padded_rows * p->layer.lora_rank1);
     pass.q2 = carve_floats(&at, p->padded_rows * p->layer.lora_rank2);

@@ -25,6 +25,7 @@ typedef struct moe_cpu_pass {
     const moe_plan_arrays *plan;
     void *stream;
     void *a;           /* inference: (padded_rows, n) dtype */
+    char *past;        /* H from row kept_rows on, (padded_rows - kept_rows, h_width) dtype */
     void *dh;          /* backward: (padded_rows, h_width) dtype; H's own place with reuse_saved */
     float *chunk;      /* Y or dX~, (padded_rows, chunk_columns) */
     float *ds;         /* backward: (padded_rows), 0 in pad rows */
@@ -81,6 +82,15 @@ int64_t moe_expert_of_block(const moe_plan_arrays *plan, int64_t experts, int64_
 /* to (count, columns) = columns first.. of the rows' tokens in a (T, d) tensor */
 void moe_gather_tokens(const moe_cpu_pass *pass, const moe_row_panel *panel, const void *from,
                        int64_t first_column, int64_t columns, float *to);
+
+/* H of a padded row. */
+static inline void *moe_h_of_row(const moe_cpu_pass *pass, int64_t row)
+{
+    const moe_problem *p = pass->problem;
+    const int64_t bytes = p->h_width * p->element;
+    return row < p->kept_rows ? (char *)pass->plan->h + row * bytes
+                              : pass->past + (row - p->kept_rows) * bytes;
+}
 
 /* A matrix of weights in f32 (rows, columns). If it is stored in f32, the result points to the matrix itself,
  * else to a converted copy in `panel`. `row_step` is the stride of the stored rows in elements; `ld` receives
@@ -147,7 +157,8 @@ void moe_cpu_lora_dx(const moe_cpu_pass *pass, const smoe_backward_args *args, c
 
 /* ---- The stages ---- */
 
-void moe_cpu_up(const moe_cpu_pass *pass, const smoe_forward_args *args);
+/* H of the padded rows from `first` on. */
+void moe_cpu_up(const moe_cpu_pass *pass, const smoe_forward_args *args, int64_t first);
 void moe_cpu_down(const moe_cpu_pass *pass, const smoe_forward_args *args, int64_t first_column);
 void moe_cpu_combine(const moe_cpu_pass *pass, void *out, int64_t first_column);
 

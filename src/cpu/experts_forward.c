@@ -17,7 +17,7 @@ smoe_status moe_cpu_experts_forward(smoe_context *context, const moe_problem *pr
 {
     const moe_cpu_pass pass = moe_cpu_forward_pass(context, problem, plan, scratch, stream);
     moe_blas_enter();
-    moe_cpu_up(&pass, args);
+    moe_cpu_up(&pass, args, 0);
     for (int64_t column = 0; column < problem->layer.hidden; column += problem->chunk_columns) {
         moe_cpu_down(&pass, args, column);
         moe_cpu_combine(&pass, args->out, column);

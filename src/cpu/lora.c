@@ -111,7 +111,7 @@ static void load_scaled_a(const moe_cpu_pass *pass, const moe_row_panel *panel, 
     const int64_t n = p->layer.intermediate;
     for (int64_t i = 0; i < panel->count; i++) {
         float *a = at->product + i * n;
-        moe_load_row(at->row, pass->plan->h, (panel->row + i) * p->h_width, p->h_width, p->layer.dtype);
+        moe_load_row(at->row, moe_h_of_row(pass, panel->row + i), 0, p->h_width, p->layer.dtype);
         moe_activate(&p->layer, n, at->row, a);
         for (int64_t j = 0; j < n; j++) a[j] *= pass->plan->row_weight[panel->row + i];
     }

@@ -42,10 +42,12 @@ static void multiply(const moe_cpu_pass *pass, const smoe_forward_args *args, co
     }
 }
 
-static void store_h(const moe_cpu_pass *pass, const moe_row_panel *panel, const float *h)
+static void store_h(const moe_cpu_pass *pass, const moe_row_panel *panel, const float *h, int64_t first)
 {
     const moe_problem *p = pass->problem;
-    moe_store_row(pass->plan->h, panel->row * p->h_width, h, panel->count * p->h_width, p->layer.dtype);
+    for (int64_t row = moe_max(first, panel->row); row < panel->row + panel->count; row++)
+        moe_store_row(moe_h_of_row(pass, row), 0, h + (row - panel->row) * p->h_width, p->h_width,
+                      p->layer.dtype);
 }
 
 static void store_a(const moe_cpu_pass *pass, const moe_row_panel *panel, const moe_cpu_panels *at)
@@ -61,7 +63,8 @@ static void store_a(const moe_cpu_pass *pass, const moe_row_panel *panel, const 
     }
 }
 
-static void up_panel(const moe_cpu_pass *pass, const smoe_forward_args *args, const moe_row_panel *panel)
+static void up_panel(const moe_cpu_pass *pass, const smoe_forward_args *args, const moe_row_panel *panel,
+                     int64_t first)
 {
     const moe_cpu_panels at = moe_cpu_panels_of(pass);
     moe_gather_tokens(pass, panel, args->x, 0, pass->problem->layer.hidden, at.gathered);
@@ -71,17 +74,20 @@ static void up_panel(const moe_cpu_pass *pass, const smoe_forward_args *args, co
     if (pass->problem->layer.inference)
         store_a(pass, panel, &at);
     else
-        store_h(pass, panel, at.product);
+        store_h(pass, panel, at.product, first);
 }
 
-void moe_cpu_up(const moe_cpu_pass *pass, const smoe_forward_args *args)
+/* A panel that begins before `first` is multiplied as a whole: the last bits of a product depend on how many
+ * rows it has. */
+void moe_cpu_up(const moe_cpu_pass *pass, const smoe_forward_args *args, int64_t first)
 {
     moe_stage_begin(pass->context, SMOE_STAGE_UP, pass->stream);
     const int64_t blocks = moe_block_count(pass);
 #pragma omp parallel for schedule(dynamic) num_threads(pass->context->threads)
     for (int64_t block = 0; block < blocks; block++) {
         moe_row_panel panel;
-        if (moe_row_panel_at(pass, block, &panel)) up_panel(pass, args, &panel);
+        if (moe_row_panel_at(pass, block, &panel) && panel.row + panel.count > first)
+            up_panel(pass, args, &panel, first);
     }
     moe_stage_end(pass->context, SMOE_STAGE_UP, pass->stream);
 }

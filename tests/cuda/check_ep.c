@@ -3,7 +3,7 @@
 #define _GNU_SOURCE /* for ep_case.h */
 #define TEST_ON_CUDA
 #include "src/activations.h"
-#include "tests/ep_case.h"
+#include "tests/ep_capacity.h"
 
 #define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
 
@@ -205,6 +205,18 @@ static void all_tokens_to_one_rank_or_one_expert(void **state)
     }
 }
 
+static void run_lockstep(ep_case *c)
+{
+    c->timeout_ms = 1000; /* what a wait would need is there before each call */
+    for (int i = 0; i < 2; i++) ep_run_lockstep(c, 1);
+}
+
+static void rows_past_the_capacity_change_no_bits(void **state)
+{
+    (void)state;
+    ep_check_capacities(SMOE_TYPE_BF16, run_lockstep);
+}
+
 /* 40 experts of a rank: a slot has more than one word of bits. */
 static void many_experts(void **state)
 {
@@ -263,6 +275,7 @@ static void two_layers_use_one_group(void **state)
     (void)state;
     smoe_layer layer = ep_describe(4, 8, 3, SMOE_TYPE_BF16);
     layer.waves = 4;
+    layer.row_capacity = 64; /* H is computed again, from X that must have come again */
     ep_case *first = ep_make(&layer, uneven, 1);
     layer.hidden = 64;
     layer.topk = 1;
@@ -383,6 +396,7 @@ static void a_graph_may_be_launched_again(void **state)
     for (int waves = 1; waves <= 2; waves++) {
         smoe_layer layer = ep_describe(4, 8, 3, SMOE_TYPE_BF16);
         layer.waves = waves;
+        layer.row_capacity = waves == 2 ? 64 : 0; /* nearly all H is computed again */
         ep_case *c = ep_make(&layer, uneven, 1);
         cudaStream_t stream;
         cudaGraph_t graph;
@@ -435,6 +449,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(few_rows),
         cmocka_unit_test(reuse_saved_and_accumulate),
         cmocka_unit_test(all_tokens_to_one_rank_or_one_expert),
+        cmocka_unit_test(rows_past_the_capacity_change_no_bits),
         cmocka_unit_test(many_experts),
         cmocka_unit_test(rounding_adds_and_drops_pairs),
         cmocka_unit_test(a_nan_changes_no_other_token),

@@ -112,26 +112,6 @@ static void an_abort_ends_the_wait(void **state)
     ep_free(c);
 }
 
-static void rows_past_the_capacity_are_an_error_with_both_figures(void **state)
-{
-    (void)state;
-    for (int ranks = 1; ranks <= 4; ranks += 3) {
-        smoe_layer layer = ep_describe(ranks, 8, 2, SMOE_TYPE_BF16);
-        layer.row_capacity = 20;
-        ep_case *c = make_failing(&layer, 1000);
-        ep_tensor *ids = &c->w.at[EP_IDS];
-        for (int64_t i = 0; i < ids->rows * 2; i++) ((int32_t *)(void *)ids->data)[i] = 0;
-        for (int r = 0; r < ranks; r++) ep_join(c, r, 1);
-        ep_forward_lockstep(c, NULL, 0);
-        ep_settle();
-        char words[100];
-        snprintf(words, sizeof words, "call 1: rank 0 received %lld rows, its row_capacity is 20",
-                 (long long)c->first[ranks]);
-        assert_failed(c, 0, words);
-        ep_free(c);
-    }
-}
-
 static void differences_are_named_with_both_values(void **state)
 {
     (void)state;
@@ -249,7 +229,6 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_rank_that_never_comes_is_named),
         cmocka_unit_test(a_rank_that_stops_is_named),
         cmocka_unit_test(an_abort_ends_the_wait),
-        cmocka_unit_test(rows_past_the_capacity_are_an_error_with_both_figures),
         cmocka_unit_test(differences_are_named_with_both_values),
         cmocka_unit_test(groups_of_other_sizes_are_named),
     };

@@ -62,7 +62,7 @@ def calls(group):
 
 def compared(rank, ranks, folder):
     start(rank, ranks, folder)
-    group = group_of(waves=2)
+    group = group_of(waves=2, row_capacity=64)  # of the other rows H is computed again
     given = part(rank, ranks)
     torch.save([run(call, given) for call in calls(group)], f"{folder}/{rank}")
     group.check()

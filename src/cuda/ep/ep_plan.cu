@@ -184,17 +184,26 @@ MOE_DEVICE void write_piece(moe_piece *to, int row, int expert, int blocks)
     *to = {row, expert, blocks, -1};
 }
 
-// The work lists of a wave, by one warp.
-template <typename L>
-MOE_DEVICE void list_wave(const L &lists, const int32_t *run_blocks, int experts, int waves, int wave,
-                          int piece_limit)
+// Runs first, first + step, ... below `end`, and of each the blocks low..high - 1. Run i is of expert i /
+// waves.
+struct some_runs {
+    const int32_t *blocks; // the first of each run
+    int first, step, end, waves, low, high;
+    MOE_DEVICE int block(int run) const
+    {
+        return min(max(blocks[run], low), high);
+    }
+};
+
+// Their work lists, by one warp.
+template <typename L> MOE_DEVICE void list_runs(const L &lists, const some_runs &runs, int piece_limit)
 {
     const int lane = threadIdx.x & 31;
     int tiles = 0, pieces = 0;
-    for (int first = 0; first < experts; first += 32) {
-        const int e = first + lane, run = e * waves + wave;
-        const int first_block = e < experts ? run_blocks[run] : 0;
-        const int blocks = e < experts ? run_blocks[run + 1] - first_block : 0;
+    for (int first = runs.first; first < runs.end; first += 32 * runs.step) {
+        const int run = first + lane * runs.step, e = run / runs.waves;
+        const int first_block = run < runs.end ? runs.block(run) : 0;
+        const int blocks = run < runs.end ? runs.block(run + 1) - first_block : 0;
         const int row = first_block * MOE_BLOCK_ROWS;
         const int own_tiles = (blocks + MOE_TILE_BLOCKS - 1) / MOE_TILE_BLOCKS,
                   own_pieces = (blocks + piece_limit - 1) / piece_limit;
@@ -224,29 +233,34 @@ __global__ void __launch_bounds__(COUNT_THREADS, 1) count(const __grid_constant_
     const moe_ep_view &v = p.view;
     const int waves = moe_ep_waves(v.parts), runs = p.experts * waves * v.ranks;
     const bool failed = __syncthreads_or(threadIdx.x == 0 && has_failed(v));
-    uint32_t rows = 0;
     if (!failed) {
         find_runs(p, waves);
         __syncthreads();
         cut_runs(p, waves);
-        __syncthreads();
-        for (int i = threadIdx.x; i < runs; i += COUNT_THREADS) rows += p.run_counts[i];
-        rows = sum_of_threads<COUNT_THREADS / 32>(rows, scratch);
-    }
-    const bool full = rows > p.capacity;
-    if (full && threadIdx.x == 0) fail(v, MOE_EP_FULL, v.rank, rows, p.capacity, 0);
-    if (full || failed)
+    } else {
         for (int i = threadIdx.x; i < runs; i += COUNT_THREADS) p.run_counts[i] = p.sent[i] = 0;
+    }
     __syncthreads();
     place_runs(p, waves, scratch);
     __syncthreads();
     const int wave = threadIdx.x >> 5;
-    if (wave < waves) list_wave(p.lists[wave], p.run_blocks, p.experts, waves, wave, p.piece_limit);
+    if (wave < waves)
+        list_runs(p.lists[wave], {p.run_blocks, wave, waves, p.experts * waves, waves, 0, INT32_MAX},
+                  p.piece_limit);
 }
 
 __global__ void __launch_bounds__(32) backward_waves(const __grid_constant__ moe_ep_backward_waves p)
 {
-    list_wave(p.lists[blockIdx.x], p.run_blocks, p.experts, p.waves, (int)blockIdx.x, p.piece_limit);
+    const int list = blockIdx.x, runs = p.experts * p.waves, kept = p.past.kept;
+    const bool none = p.run_blocks[runs] <= kept;
+    if (list < p.waves)
+        list_runs(p.lists[list], {p.run_blocks, list, p.waves, runs, p.waves, 0, kept}, p.piece_limit);
+    else if (list == p.waves)
+        list_runs(p.not_kept, {p.run_blocks, 0, 1, runs, p.waves, kept, INT32_MAX}, p.piece_limit);
+    else
+        list_runs(p.all, {p.run_blocks, 0, 1, none ? 0 : runs, p.waves, 0, INT32_MAX}, p.piece_limit);
+    for (int i = threadIdx.x; list == p.waves && i <= runs; i += 32)
+        p.kept_blocks[i] = min(p.run_blocks[i], kept);
 }
 
 // ---- place and map: a CTA for each (expert, source)
@@ -362,7 +376,8 @@ extern "C" cudaError_t moe_cuda_ep_send_routing(const moe_launch *on, const moe_
 
 extern "C" cudaError_t moe_cuda_ep_backward_waves(const moe_launch *on, const moe_ep_backward_waves *p)
 {
-    return moe::enqueue(moe::ep::backward_waves, (unsigned)p->waves, 32, 0, on->stream, *p);
+    return moe::enqueue(moe::ep::backward_waves, (unsigned)p->waves + (p->kept_blocks ? 2 : 0), 32, 0,
+                        on->stream, *p);
 }
 
 extern "C" cudaError_t moe_cuda_ep_plan(const moe_launch *on, const moe_ep_received_plan *p)

@@ -82,8 +82,10 @@ __global__ void __launch_bounds__(32)
         tokens[r] = well ? *values_at(c.view, c.view.rank, c.view.header, r) : 0;
 }
 
-__global__ void __launch_bounds__(32) gate(const __grid_constant__ moe_ep_view v, int flag, int part)
+__global__ void __launch_bounds__(32)
+    gate(const __grid_constant__ moe_ep_view v, int flag, int part, const moe_ep_past past)
 {
+    if (past.end && __ldg(past.end) <= past.kept) return;
     wait_all(v, flag, moe_ep_mark(call_of(v), part));
 }
 
@@ -109,9 +111,10 @@ extern "C" cudaError_t moe_cuda_ep_take_headers(const moe_launch *on, const moe_
 }
 
 extern "C" cudaError_t moe_cuda_ep_gate(const moe_launch *on, const moe_ep_view *v, moe_ep_flag flag,
-                                        int part)
+                                        int part, const moe_ep_past *past)
 {
-    return moe::enqueue(moe::ep::gate, 1, 32, 0, on->stream, *v, (int)flag, part);
+    const moe_ep_past always = {};
+    return moe::enqueue(moe::ep::gate, 1, 32, 0, on->stream, *v, (int)flag, part, past ? *past : always);
 }
 
 extern "C" cudaError_t moe_cuda_ep_signal(const moe_launch *on, const moe_ep_view *v, moe_ep_flag flag,

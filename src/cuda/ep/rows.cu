@@ -132,6 +132,8 @@ template <typename T> MOE_DEVICE void return_slot(const moe_ep_return &p, int so
     const int begin = __ldg(p.token_offsets + slot), end = __ldg(p.token_offsets + slot + 1);
     const int vectors = (int)(p.columns / 8), lane = threadIdx.x & 31;
     if (begin == end) return;
+    const int last_block = __ldg(p.token_rows + end - 1) / MOE_BLOCK_ROWS; // the rows ascend
+    if ((last_block >= p.past.kept) != (p.others != 0)) return;
     uint4 *to =
         (uint4 *)(row_at(p.view, source, p.view.sums, p.view.rank, token, p.hidden * 2) + p.first_column * 2);
 #pragma unroll 1
@@ -152,15 +154,15 @@ template <typename T>
 __global__ void __launch_bounds__(THREADS, 1) return_sums(const __grid_constant__ moe_ep_return p)
 {
     const moe_ep_view &v = p.view;
-    if (has_failed(v)) return;
+    if (has_failed(v) || (p.others && __ldg(p.past.end) <= p.past.kept)) return;
 #pragma unroll 1
     for (int s = 0; s < v.ranks; s++) { // from the next rank on, so that not all send to the same rank
         const int source = (v.rank + 1 + s) % v.ranks, own = source == v.rank;
         const int64_t tokens = __ldg((const long long *)p.tokens + source),
-                      end = moe_ep_wave_start(tokens, v.parts, own, p.wave + 1);
+                      end = p.others ? tokens : moe_ep_wave_start(tokens, v.parts, own, p.wave + 1);
 #pragma unroll 1
-        for (int64_t t = moe_ep_wave_start(tokens, v.parts, own, p.wave) + first_warp(); t < end;
-             t += all_warps())
+        for (int64_t t = first_warp() + (p.others ? 0 : moe_ep_wave_start(tokens, v.parts, own, p.wave));
+             t < end; t += all_warps())
             return_slot<T>(p, source, t);
     }
     if (p.part >= 0) signal_when_done(v, MOE_EP_RETURN, moe_ep_mark(call_of(v), p.part));

@@ -42,6 +42,7 @@ template <typename T> MOE_DEVICE float bias_of(const moe_up &u, int expert, int 
 // `pair`: gate and up of a feature.
 MOE_DEVICE void store_h(const moe_up &u, int row, int feature, uint32_t pair)
 {
+    if (row >= u.h_rows) return;
     const int64_t n = u.intermediate, at = row * (u.gated ? 2 * n : n) + feature;
     store_element(u.h, at, pair);
     if (u.gated) store_element(u.h, at + n, pair >> 16);

@@ -264,7 +264,7 @@ static cudaError_t wait_for(const ep_call *c, cudaEvent_t sent, moe_ep_flag flag
 {
     cudaError_t status = cudaSuccess;
     if (c->waves > 1) status = cudaStreamWaitEvent(c->main.stream, sent, 0);
-    return status == cudaSuccess ? moe_cuda_ep_gate(&c->main, &c->begin.view, flag, part) : status;
+    return status == cudaSuccess ? moe_cuda_ep_gate(&c->main, &c->begin.view, flag, part, NULL) : status;
 }
 
 static int is_own(const ep_call *c, int wave)
@@ -288,28 +288,45 @@ cudaError_t moe_cuda_ep_wait_again(const ep_call *c)
     return status == cudaSuccess ? wait_for(c, group->again, MOE_EP_AGAIN, 0) : status;
 }
 
-/* The sums of a rank's own tokens travel nowhere, so all SMs make them. */
-cudaError_t moe_cuda_ep_return_wave(const ep_call *c, const void *y, const float *row_weight, int wave,
-                                    int flags, int64_t first, int64_t columns)
+/* While a graph is captured, the own X has been sent before, because a graph's branches may run in any order
+ * (see the top). Else it was enqueued before. So the stages beside it do not wait. */
+cudaError_t moe_cuda_ep_wait_past(const ep_call *c, const moe_ep_past *past)
 {
-    const int part = c->waves == 1 ? 0 : wave - 1, last = first + columns == c->problem->layer.hidden;
+    const moe_cuda_group *group = c->ep->backend;
+    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    cudaError_t status = cudaSuccess;
+    if (c->waves > 1) status = cudaStreamIsCapturing(c->main.stream, &capture);
+    if (status == cudaSuccess && c->waves > 1)
+        status = cudaStreamWaitEvent(c->main.stream, group->own_again, 0);
+    if (status == cudaSuccess && capture != cudaStreamCaptureStatusNone)
+        status = cudaStreamWaitEvent(c->main.stream, group->again, 0);
+    return status == cudaSuccess ? moe_cuda_ep_gate(&c->main, &c->begin.view, MOE_EP_AGAIN, 0, past) : status;
+}
+
+moe_ep_return moe_cuda_ep_return_of(const ep_call *c, const void *y, int64_t first, int64_t columns)
+{
     const moe_ep_return p = {
         .view = c->begin.view,
         .y = y,
-        .row_weight = row_weight,
         .token_offsets = c->arrays.plan.token_offsets,
         .token_rows = c->arrays.plan.token_rows,
         .tokens = c->arrays.tokens,
         .hidden = c->problem->layer.hidden,
         .first_column = first,
         .columns = columns,
-        .wave = wave,
-        .part = flags && last && part < c->received.parts ? part : -1,
+        .past = {c->arrays.run_blocks, INT32_MAX},
+        .part = -1,
     };
-    if (is_own(c, wave)) return moe_cuda_ep_return(&c->main, &p);
+    return p;
+}
+
+/* The sums of a rank's own tokens travel nowhere, so all SMs make them. */
+cudaError_t moe_cuda_ep_return_sums(const ep_call *c, const moe_ep_return *p)
+{
+    if (!p->others && is_own(c, p->wave)) return moe_cuda_ep_return(&c->main, p);
     cudaError_t status = moe_cuda_ep_follow(c, c->comm.stream, c->main.stream);
-    if (status == cudaSuccess) status = moe_cuda_ep_return(&c->comm, &p);
-    if (status == cudaSuccess && !(first == 0 && last)) /* the next columns take the place of these */
+    if (status == cudaSuccess) status = moe_cuda_ep_return(&c->comm, p);
+    if (status == cudaSuccess && p->columns < p->hidden) /* the next columns take the place of these */
         status = moe_cuda_ep_follow(c, c->main.stream, c->comm.stream);
     return status;
 }
@@ -388,7 +405,6 @@ static moe_ep_received_plan plan_of(const ep_call *c, const received_scratch *s,
     moe_ep_received_plan r = {
         .view = c->begin.view,
         .tokens = c->arrays.tokens,
-        .capacity = p->rows,
         .experts = (int32_t)p->layer.experts,
         .padded_rows = (int32_t)p->padded_rows,
         .piece_limit = s->piece_limit,
@@ -442,13 +458,32 @@ static cudaError_t run_wave(const ep_call *c, forward_call *rows, int wave)
         moe_stage_end(context, SMOE_STAGE_DOWN, c->main.stream);
         if (status != cudaSuccess) return status;
         moe_stage_begin(context, SMOE_STAGE_COMBINE, c->main.stream);
-        status = moe_cuda_ep_return_wave(c, rows->y, c->arrays.plan.row_weight, wave, 1, first, columns);
+        moe_ep_return sums = moe_cuda_ep_return_of(c, rows->y, first, columns);
+        const int part = c->waves == 1 ? 0 : wave - 1;
+        sums.row_weight = c->arrays.plan.row_weight;
+        sums.wave = wave;
+        if (first + columns == hidden && part < c->received.parts) sums.part = part;
+        status = moe_cuda_ep_return_sums(c, &sums);
         moe_stage_end(context, SMOE_STAGE_COMBINE, c->main.stream);
     }
     return status;
 }
 
-/* The kernels for few rows run if they would without ranks. */
+/* For a backward that computes H again. */
+static cudaError_t keep_b1(const ep_call *c, const void *b1)
+{
+    const size_t bytes = c->received.b1_bytes;
+    if (!bytes) return cudaSuccess;
+    if (!b1) return cudaMemsetAsync(c->arrays.b1, 0, bytes, c->main.stream);
+    return cudaMemcpyAsync(c->arrays.b1, b1, bytes, cudaMemcpyDeviceToDevice, c->main.stream);
+}
+
+int moe_cuda_ep_few_rows(const ep_call *c)
+{
+    const smoe_layer *layer = &c->problem->layer;
+    return c->state->kernels->few_rows(layer->ranks * layer->max_tokens * layer->topk, layer->experts);
+}
+
 static cudaError_t experts(ep_call *c, const smoe_forward_args *args, const char **refused, int *refusal)
 {
     const smoe_layer *layer = &c->problem->layer;
@@ -459,9 +494,9 @@ static cudaError_t experts(ep_call *c, const smoe_forward_args *args, const char
     forward_call rows = moe_cuda_forward_call(c->state, &c->received.received, &s.experts, &c->arrays.plan,
                                               &local, c->call->scratch, c->main.stream);
     rows.on = c->beside;
-    rows.few_rows =
-        c->state->kernels->few_rows(layer->ranks * layer->max_tokens * layer->topk, layer->experts);
+    rows.few_rows = moe_cuda_ep_few_rows(c);
     cudaError_t status = plan_received(c, &plan);
+    if (status == cudaSuccess) status = keep_b1(c, args->b1);
     for (int wave = 0; wave < c->waves && status == cudaSuccess; wave++) {
         rows.lists = plan.lists[wave];
         rows.block_offsets = c->arrays.run_blocks + wave;
@@ -485,7 +520,8 @@ static cudaError_t collect(const ep_call *c, const smoe_forward_args *args)
         .hidden = c->problem->layer.hidden,
     };
     moe_stage_begin(c->context, SMOE_STAGE_COLLECT, c->main.stream);
-    cudaError_t status = moe_cuda_ep_gate(&c->main, &c->begin.view, MOE_EP_RETURN, c->received.parts - 1);
+    cudaError_t status =
+        moe_cuda_ep_gate(&c->main, &c->begin.view, MOE_EP_RETURN, c->received.parts - 1, NULL);
     if (status == cudaSuccess) status = moe_cuda_ep_collect(&c->main, &p);
     moe_stage_end(c->context, SMOE_STAGE_COLLECT, c->main.stream);
     return status;

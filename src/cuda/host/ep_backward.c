@@ -1,10 +1,12 @@
 /* The backward of a layer with ranks on a GPU.
- * - dispatch_backward: dO in parts, and X again if dW1 is wanted: no rank keeps the X that it received.
+ * - dispatch_backward: dO in parts, and X again for dW1 and for H that is computed again: no rank keeps the X
+ *   that it received.
  * - experts_backward: dh, dS; dx_rows and sums over a token's rows to the token's rank; then dw2 and dw1,
  *   while the sums travel.
  * - collect_backward: dS of this rank's pairs, router_bwd, dX[t] = router's term + sum over the ranks. */
 #include "host/backward.h"
 #include "host/ep_host.h"
+#include "host/forward.h"
 #include "wanted.h"
 
 static cudaError_t dispatch(const ep_call *c, const smoe_backward_args *args, int wanted)
@@ -14,7 +16,7 @@ static cudaError_t dispatch(const ep_call *c, const smoe_backward_args *args, in
     cudaError_t status = moe_cuda_ep_begin(&c->main, &c->begin);
     if (status == cudaSuccess && wanted)
         status = moe_cuda_ep_push_parts(c, args->dout, w->dout, MOE_EP_INPUT, c->received.parts);
-    if (status == cudaSuccess && args->dw1)
+    if (status == cudaSuccess && moe_ep_sends_x(&c->received, wanted))
         status = moe_cuda_ep_push_parts(c, args->x, w->x, MOE_EP_AGAIN, 1);
     moe_stage_end(c->context, SMOE_STAGE_DISPATCH_BWD, c->main.stream);
     return status;
@@ -41,26 +43,28 @@ static cudaError_t spoil_weights(const ep_call *c, const smoe_backward_args *arg
 
 /* ---- experts ---- */
 
-/* Behind the scratch of a backward of the received rows: the work lists of each wave. */
+/* Behind the scratch of a backward of the received rows: the work lists of each wave, of the rows whose H is
+ * not kept, and of all rows. */
 typedef struct received_backward {
     moe_layout experts;
-    uint64_t lists, list_bytes, tiles, pieces, end;
+    uint64_t lists, list_bytes, tiles, pieces, kept_blocks, end;
     int32_t piece_limit;
 } received_backward;
 
 static received_backward lay_out(const device_state *state, const smoe_layer *layer, const moe_ep_problem *ep)
 {
     const moe_problem *p = &ep->received;
-    const int64_t experts = p->layer.experts, waves = moe_ep_waves(ep->parts);
+    const int64_t waves = moe_ep_waves(ep->parts), runs = p->layer.experts * waves;
     received_backward s = {.piece_limit = moe_cuda_ep_piece_limit(layer, ep)};
     moe_cuda_lay_out_dw_last(state, p, &s.experts);
     s.tiles = moe_align_up(6 * sizeof(int32_t));
     s.pieces = s.tiles + moe_align_up(sizeof(moe_work) *
-                                      (uint64_t)moe_work_bound(p->padded_rows, experts, MOE_TILE_BLOCKS));
+                                      (uint64_t)moe_work_bound(p->padded_rows, runs, MOE_TILE_BLOCKS));
     s.list_bytes = s.pieces + moe_align_up(sizeof(moe_piece) *
-                                           (uint64_t)moe_work_bound(p->padded_rows, experts, s.piece_limit));
+                                           (uint64_t)moe_work_bound(p->padded_rows, runs, s.piece_limit));
     s.lists = moe_align_up(s.experts.bytes);
-    s.end = s.experts.bytes ? s.lists + (uint64_t)waves * s.list_bytes : 0; /* 0: inference */
+    s.kept_blocks = s.lists + (uint64_t)(waves + 2) * s.list_bytes;
+    s.end = s.experts.bytes ? s.kept_blocks + 4 * (uint64_t)(runs + 1) : 0; /* 0: inference */
     return s;
 }
 
@@ -86,35 +90,52 @@ static cudaError_t send_ds(const ep_call *c, const backward_call *rows)
     return moe_cuda_ep_send_ds(&c->main, &p);
 }
 
+static moe_cuda_backward_lists lists_at(const backward_call *rows, const received_backward *s, int number)
+{
+    char *at = rows->scratch + s->lists + (uint64_t)number * s->list_bytes;
+    moe_cuda_backward_lists lists = rows->lists;
+    lists.counts = (int32_t *)at;
+    lists.turn = (int32_t *)at + 4;
+    lists.tiles = (moe_work *)(at + s->tiles);
+    lists.pieces = (moe_piece *)(at + s->pieces);
+    return lists;
+}
+
 static cudaError_t make_lists(const ep_call *c, const backward_call *rows, const received_backward *s,
                               moe_ep_backward_waves *waves)
 {
     *waves = (moe_ep_backward_waves){
         .run_blocks = c->arrays.run_blocks,
+        .past = {c->arrays.run_blocks + rows->problem->layer.experts * c->waves, INT32_MAX},
         .experts = (int32_t)rows->problem->layer.experts,
         .waves = c->waves,
         .piece_limit = s->piece_limit,
     };
-    for (int w = 0; w < c->waves; w++) {
-        char *at = rows->scratch + s->lists + (uint64_t)w * s->list_bytes;
-        waves->lists[w] = rows->lists;
-        waves->lists[w].counts = (int32_t *)at;
-        waves->lists[w].turn = (int32_t *)at + 4;
-        waves->lists[w].tiles = (moe_work *)(at + s->tiles);
-        waves->lists[w].pieces = (moe_piece *)(at + s->pieces);
+    for (int w = 0; w < c->waves; w++) waves->lists[w] = lists_at(rows, s, w);
+    if (c->received.b1_bytes) {
+        waves->past.kept = (int32_t)(rows->problem->kept_rows / MOE_BLOCK_ROWS);
+        waves->kept_blocks = (int32_t *)(rows->scratch + s->kept_blocks);
+        waves->not_kept = lists_at(rows, s, c->waves);
+        waves->all = lists_at(rows, s, c->waves + 1);
     }
     const cudaError_t status = moe_cuda_make_backward_lists(rows);
     return status == cudaSuccess ? moe_cuda_ep_backward_waves(&c->main, waves) : status;
 }
 
-/* dh, and dx_rows and return for one chunk after another. */
-static cudaError_t run_wave(const ep_call *c, backward_call *rows, int wave)
+static cudaError_t run_dh(const ep_call *c, backward_call *rows)
+{
+    moe_stage_begin(c->context, SMOE_STAGE_DH, c->main.stream);
+    const cudaError_t status = moe_cuda_run_dh(rows);
+    moe_stage_end(c->context, SMOE_STAGE_DH, c->main.stream);
+    return status;
+}
+
+/* dx_rows and return for one chunk after another. */
+static cudaError_t run_dx(const ep_call *c, backward_call *rows, const moe_ep_past *past, int others,
+                          int wave)
 {
     const int64_t hidden = c->problem->layer.hidden, chunk = c->problem->chunk_columns;
-    cudaError_t status = moe_cuda_ep_enter_wave(c, wave);
-    moe_stage_begin(c->context, SMOE_STAGE_DH, c->main.stream);
-    if (status == cudaSuccess) status = moe_cuda_run_dh(rows);
-    moe_stage_end(c->context, SMOE_STAGE_DH, c->main.stream);
+    cudaError_t status = cudaSuccess;
     for (int64_t first = 0; rows->args->dx && first < hidden && status == cudaSuccess; first += chunk) {
         const int64_t columns = hidden - first < chunk ? hidden - first : chunk;
         moe_stage_begin(c->context, SMOE_STAGE_DX_ROWS, c->main.stream);
@@ -122,9 +143,59 @@ static cudaError_t run_wave(const ep_call *c, backward_call *rows, int wave)
         moe_stage_end(c->context, SMOE_STAGE_DX_ROWS, c->main.stream);
         if (status != cudaSuccess) return status;
         moe_stage_begin(c->context, SMOE_STAGE_DX, c->main.stream);
-        status = moe_cuda_ep_return_wave(c, rows->scratch + rows->at.shared, NULL, wave, 0, first, columns);
+        moe_ep_return sums = moe_cuda_ep_return_of(c, rows->scratch + rows->at.shared, first, columns);
+        sums.past = *past;
+        sums.others = others;
+        sums.wave = wave;
+        status = moe_cuda_ep_return_sums(c, &sums);
         moe_stage_end(c->context, SMOE_STAGE_DX, c->main.stream);
     }
+    return status;
+}
+
+/* H again in dH's place, of the rows whose H is not kept. */
+static cudaError_t run_up_again(const ep_call *c, backward_call *rows)
+{
+    moe_problem problem = *rows->problem;
+    problem.kept_rows = problem.padded_rows;
+    smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
+    args.x = rows->args->x;
+    args.w1 = rows->args->w1;
+    args.b1 = c->arrays.b1;
+    forward_call up = {
+        .problem = &problem,
+        .args = &args,
+        .plan = rows->plan,
+        .state = rows->state,
+        .lists = {rows->lists.counts, rows->lists.tiles, NULL, 0, rows->lists.turn},
+        .a = rows->a,
+        .rows = rows->rows,
+        .few_rows = moe_cuda_ep_few_rows(c),
+        .on = rows->on,
+    };
+    moe_stage_begin(c->context, SMOE_STAGE_UP, c->main.stream);
+    const cudaError_t status = moe_cuda_up(&up);
+    moe_stage_end(c->context, SMOE_STAGE_UP, c->main.stream);
+    rows->on = up.on;
+    return status;
+}
+
+/* The rows whose H is not kept: usually there are none. With several chunks dX~ of the other rows, which
+ * their tokens also have, has been overwritten, so dx_rows computes all rows again. */
+static cudaError_t run_past(const ep_call *c, backward_call *rows, const moe_ep_backward_waves *waves)
+{
+    const moe_plan_arrays *const plan = rows->plan;
+    moe_plan_arrays again = *plan;
+    again.h = rows->dh;
+    rows->plan = &again;
+    rows->lists = waves->not_kept;
+    rows->block_offsets = NULL;
+    cudaError_t status = moe_cuda_ep_wait_past(c, &waves->past);
+    if (status == cudaSuccess) status = run_up_again(c, rows);
+    if (status == cudaSuccess) status = run_dh(c, rows);
+    if (c->problem->chunk_columns < c->problem->layer.hidden) rows->lists = waves->all;
+    if (status == cudaSuccess) status = run_dx(c, rows, &waves->past, 1, 0);
+    rows->plan = plan;
     return status;
 }
 
@@ -139,10 +210,13 @@ static cudaError_t run_returned(const ep_call *c, backward_call *rows, const rec
     const int wants_dh = wants_ds || moe_wants_dh(args) || args->dw2;
     for (int wave = 0; wave < c->waves && status == cudaSuccess; wave++) {
         rows->lists = waves.lists[wave];
-        rows->block_offsets = c->arrays.run_blocks + wave;
+        rows->block_offsets = (waves.kept_blocks ? waves.kept_blocks : c->arrays.run_blocks) + wave;
         rows->block_stride = c->waves;
-        status = wants_dh ? run_wave(c, rows, wave) : moe_cuda_ep_enter_wave(c, wave);
+        status = moe_cuda_ep_enter_wave(c, wave);
+        if (status == cudaSuccess && wants_dh) status = run_dh(c, rows);
+        if (status == cudaSuccess && wants_dh) status = run_dx(c, rows, &waves.past, 0, wave);
     }
+    if (status == cudaSuccess && wants_dh && waves.kept_blocks) status = run_past(c, rows, &waves);
     rows->lists = all;
     if (status == cudaSuccess && wants_ds) status = moe_cuda_run_ds(rows);
     return status == cudaSuccess && wants_ds ? send_ds(c, rows) : status;
@@ -268,7 +342,8 @@ static cudaError_t spoil_tokens(const ep_call *c, const smoe_backward_args *args
 static cudaError_t collect(ep_call *c, const smoe_backward_args *args, int with_router, int wants_ds)
 {
     moe_stage_begin(c->context, SMOE_STAGE_COLLECT_BWD, c->main.stream);
-    cudaError_t status = moe_cuda_ep_gate(&c->main, &c->begin.view, MOE_EP_RETURN, c->received.parts - 1);
+    cudaError_t status =
+        moe_cuda_ep_gate(&c->main, &c->begin.view, MOE_EP_RETURN, c->received.parts - 1, NULL);
     if (status == cudaSuccess)
         status =
             c->problem->layer.tokens ? collect_tokens(c, args, with_router, wants_ds) : clear_router(c, args);

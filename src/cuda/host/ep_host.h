@@ -52,10 +52,15 @@ cudaError_t moe_cuda_ep_push_parts(const ep_call *c, const void *rows, uint64_t 
 cudaError_t moe_cuda_ep_enter_wave(const ep_call *c, int wave);
 cudaError_t moe_cuda_ep_wait_again(const ep_call *c);
 
-/* Sends the sums of a wave's tokens for columns first..first + columns - 1. flags: MOE_EP_RETURN is set with
- * the last columns. */
-cudaError_t moe_cuda_ep_return_wave(const ep_call *c, const void *y, const float *row_weight, int wave,
-                                    int flags, int64_t first, int64_t columns);
+/* Waits for all of X again if there are rows whose H is not kept. */
+cudaError_t moe_cuda_ep_wait_past(const ep_call *c, const moe_ep_past *past);
+
+/* Sums over the rows of y for columns first..first + columns - 1, in wave 0, without weights or a flag. */
+moe_ep_return moe_cuda_ep_return_of(const ep_call *c, const void *y, int64_t first, int64_t columns);
+cudaError_t moe_cuda_ep_return_sums(const ep_call *c, const moe_ep_return *sums);
+
+/* The kernels for few rows run if they would without ranks. */
+int moe_cuda_ep_few_rows(const ep_call *c);
 
 smoe_status moe_cuda_ep_backward(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
                                  int with_router, int stages);

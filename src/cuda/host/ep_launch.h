@@ -60,8 +60,16 @@ cudaError_t moe_cuda_ep_begin(const moe_launch *on, const moe_ep_begin_call *cal
  * failure. */
 cudaError_t moe_cuda_ep_take_headers(const moe_launch *on, const moe_ep_begin_call *call, int64_t *tokens);
 
-/* Waits for a part of all other ranks; sets a flag in all other windows. */
-cudaError_t moe_cuda_ep_gate(const moe_launch *on, const moe_ep_view *view, moe_ep_flag flag, int part);
+/* The received rows whose H is not kept: those of the blocks kept..*end - 1. */
+typedef struct moe_ep_past {
+    const int32_t *end;
+    int32_t kept; /* INT32_MAX: H of all rows is kept */
+} moe_ep_past;
+
+/* Waits for a part of all other ranks. past: only if there are such rows; NULL: always. */
+cudaError_t moe_cuda_ep_gate(const moe_launch *on, const moe_ep_view *view, moe_ep_flag flag, int part,
+                             const moe_ep_past *past);
+/* Sets a flag in all other windows. */
 cudaError_t moe_cuda_ep_signal(const moe_launch *on, const moe_ep_view *view, moe_ep_flag flag, int part);
 
 /* ---- ep_plan.cu ---- */
@@ -81,7 +89,6 @@ cudaError_t moe_cuda_ep_send_routing(const moe_launch *on, const moe_ep_view *vi
 typedef struct moe_ep_received_plan {
     moe_ep_view view;
     const int64_t *tokens; /* (ranks) */
-    int64_t capacity;      /* rows */
     int32_t experts, padded_rows, piece_limit;
     /* out, as in smoe_plan_view */
     int32_t *counts, *offsets, *block_offsets, *order, *row_token, *token_offsets, *token_rows;
@@ -97,10 +104,15 @@ typedef struct moe_ep_received_plan {
 
 cudaError_t moe_cuda_ep_plan(const moe_launch *on, const moe_ep_received_plan *plan);
 
-/* The work lists of each wave for dh and dx_rows. */
+/* The work lists of each wave for dh and dx_rows, without the rows whose H is not kept. */
 typedef struct moe_ep_backward_waves {
     const int32_t *run_blocks;
     int32_t experts, waves, piece_limit;
+    moe_ep_past past;
+    int32_t *kept_blocks; /* (experts waves + 1) run_blocks, each at most past.kept; NULL: H of all rows is
+                             kept. With the next two: */
+    moe_cuda_backward_lists not_kept; /* the other rows, of all waves */
+    moe_cuda_backward_lists all;      /* all rows if there are others, else none */
     moe_cuda_backward_lists lists[MOE_EP_MAX_PARTS + 2];
 } moe_ep_backward_waves;
 cudaError_t moe_cuda_ep_backward_waves(const moe_launch *on, const moe_ep_backward_waves *waves);
@@ -120,7 +132,8 @@ typedef struct moe_ep_push {
 } moe_ep_push;
 cudaError_t moe_cuda_ep_push(const moe_launch *on, const moe_ep_push *push);
 
-/* Sums over the rows of each received token of a wave, to the token's rank. */
+/* Sums over the rows of each received token of a wave, to the token's rank: of the tokens that have only rows
+ * whose H is kept; or, not for a wave but for all, of the others. */
 typedef struct moe_ep_return {
     moe_ep_view view;
     const void *y;           /* (padded_rows, columns) */
@@ -128,6 +141,8 @@ typedef struct moe_ep_return {
     const int32_t *token_offsets, *token_rows;
     const int64_t *tokens; /* (ranks) */
     int64_t hidden, first_column, columns;
+    moe_ep_past past;
+    int32_t others; /* 1: the others; wave is not used */
     int32_t wave;
     int32_t part; /* MOE_EP_RETURN is set for it; -1: not set */
 } moe_ep_return;

@@ -133,6 +133,7 @@ cudaError_t moe_cuda_up(forward_call *c)
         .hidden = layer->hidden,
         .intermediate = layer->intermediate,
         .experts = layer->experts,
+        .h_rows = c->problem->kept_rows < c->rows ? c->problem->kept_rows : c->rows,
         .gated = c->problem->gated,
         .interleaved = c->problem->gated && layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .activation = layer->activation,

@@ -35,6 +35,7 @@ typedef struct moe_up {
     int32_t block_stride;
     moe_cuda_lists lists;
     int64_t rows, hidden, intermediate, experts;
+    int64_t h_rows;         /* H has so many rows, whole blocks; the rows behind them are not stored */
     int gated, interleaved; /* interleaved: gate and up rows of W1 alternate */
     smoe_activation activation;
     moe_gate_values values;

@@ -338,7 +338,7 @@ up_params prepare(moe_launch *on, const moe_up &u)
     const moe_w1 w1 = {u.w1, u.experts, u.hidden, u.intermediate, halves, u.interleaved};
     up_params p = {};
     moe_map_w1(on, &p.w1, &w1, is_narrow(u) ? NARROW_COLUMNS : TILE_COLUMNS);
-    if (u.h) moe_map_halves(on, &p.h, u.h, u.rows, halves, u.intermediate, MOE_BLOCK_ROWS);
+    if (u.h) moe_map_halves(on, &p.h, u.h, u.h_rows, halves, u.intermediate, MOE_BLOCK_ROWS);
     moe_map_matrix(on, &p.a, u.a, u.rows, u.intermediate, MOE_BLOCK_ROWS);
     p.x = u.x;
     p.bias = u.b1;
