@@ -1,6 +1,6 @@
 /* Groups of ranks: creation, the order of calls, and the text of a failure. The backend moves the rows. */
-#include "ep.h"
 #include "check.h"
+#include "ep.h"
 #include "routing_decisions.h"
 #include "wanted.h"
 

@@ -167,6 +167,34 @@ static void rows_past_the_capacity_change_no_bits(void **state)
     ep_check_capacities(SMOE_TYPE_BF16, run_threads);
 }
 
+static uint64_t kept_bytes(smoe_context *context, const smoe_layer *layer)
+{
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    assert_int_equal(smoe_query_sizes(context, layer, &sizes), SMOE_OK);
+    return sizes.saved_buffer_bytes;
+}
+
+static void a_rank_keeps_at_most_1_3_of_the_layer(void **state)
+{
+    (void)state;
+    static const int64_t shapes[][5] = {{24576, 1536, 256, 128, 8},
+                                        {32768, 4096, 512, 128, 8},
+                                        {32768, 4096, 2048, 64, 4},
+                                        {16384, 2048, 768, 128, 8},
+                                        {8192, 7168, 2048, 256, 8}};
+    smoe_context *context = ep_context(1);
+    for (int i = 0; i < COUNT(shapes); i++) {
+        smoe_layer layer = ep_describe(0, shapes[i][3], shapes[i][4], SMOE_TYPE_BF16);
+        layer.tokens = shapes[i][0], layer.hidden = shapes[i][1], layer.intermediate = shapes[i][2];
+        layer.max_tokens = 0;
+        const uint64_t alone = kept_bytes(context, &layer);
+        layer.max_tokens = layer.tokens;
+        for (layer.ranks = 2; layer.ranks <= 8; layer.ranks *= 2)
+            assert_true((double)kept_bytes(context, &layer) <= 1.3 * (double)alone);
+    }
+    smoe_destroy(context);
+}
+
 static void lockstep_in_one_thread(void **state)
 {
     (void)state;
@@ -404,6 +432,7 @@ int main(void)
         cmocka_unit_test(reuse_saved_and_accumulate),
         cmocka_unit_test(all_tokens_to_one_rank_or_one_expert),
         cmocka_unit_test(rows_past_the_capacity_change_no_bits),
+        cmocka_unit_test(a_rank_keeps_at_most_1_3_of_the_layer),
         cmocka_unit_test(lockstep_in_one_thread),
         cmocka_unit_test(delays_at_every_flag_change_nothing),
         cmocka_unit_test(two_layers_use_one_group),
