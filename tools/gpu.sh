@@ -49,6 +49,9 @@ train      nan             60  a loss that is not finite: status 3, and the last
 train      disk           120  a disk that is full at the first and at a later checkpoint: status 3, the later one resumes
 many       scaling        300  smoe train, 1.4B and 7B on one and on all GPUs: at least 0.95 of the tokens/s of as many single ones
 many       ranks          120  on all GPUs: two runs end with the same bits; a killed rank ends all; rings through sockets
+experts    ep_torch       240  expert parallelism from Python on all GPUs: gpu.py --only ep (about 120 s)
+experts    ep_times       300  cuda_time_ep: layers with ranks beside the same experts alone, and at T 64 in a graph (about 90 s)
+experts    ep_peers       500  bench/peers.py: smoe.ep beside Transformers' all-to-all and torch's; on eight GPUs about 400 s
 python     torch          400  tests/python/gpu.py
 python     jax            120  tests/python/jax_gpu.py
 peers      peers          500  bench/peers.py: the paper's layers beside SonicMoE, ScatterMoE and cuBLAS
@@ -295,6 +298,22 @@ part_losses() {
         fsdp2 loss_smoe 1 90 $small --experts smoe "$text" --compare "$out/loss_grouped_mm.jsonl" --tolerance 0.02
 }
 
+# The last two layers on any number of GPUs, the others on eight.
+part_ep_times() {
+    local gpus few="16384,2048,768,128,8 8192,7168,2048,256,8 64,2048,768,128,8" many=""
+    gpus=$(nvidia-smi -L | wc -l)
+    [ "$gpus" -lt 8 ] || many="24576,1536,256,128,8 32768,4096,512,128,8 32768,4096,2048,64,4 16384,2048,768,128,8,0,zipf"
+    within 300 "$bin/cuda_time_ep" "$gpus" $few $many
+}
+
+part_ep_peers() {
+    local gpus shapes=Qwen3-30B-A3B-ranks,DeepSeek-V3.2-ranks,Qwen3-30B-A3B-ranks-T64
+    gpus=$(nvidia-smi -L | wc -l)
+    [ "$gpus" -lt 8 ] || shapes="$shapes,7B-n256-ranks,30B-n512-ranks,120B-n2048-ranks"
+    within 500 "$python" "$root/bench/peers.py" --ranks "$gpus" --shape "$shapes" --records "$out/ep_peers.jsonl" --shape-seconds 15 \
+        --seconds 430 --commit "$("$bin/smoe" info | sed -n 's/^commit *//p')"
+}
+
 # ---- Parts ----
 
 no_gpu() { grep -q 'no usable CUDA device\|CUDA driver version is insufficient\|NVIDIA-SMI has failed' "$out/$part.log"; }
@@ -307,6 +326,7 @@ one_part() {
     memcheck | synccheck) sanitize "$part" ;;
     ops | model) within "$seconds" "$bin/cuda_check_train_$part" ;;
     olmoe) within "$seconds" "$python" "$root/tools/check_olmoe.py" "$bin/smoe" ;;
+    ep_torch) within "$seconds" "$python" "$root/tests/python/gpu.py" --device "${DEVICE:-cuda}" --only ep ;;
     torch) within "$seconds" "$python" "$root/tests/python/gpu.py" --device "${DEVICE:-cuda}" ;;
     jax) within "$seconds" "$python" "$root/tests/python/jax_gpu.py" --device "${DEVICE:-cuda}" ;;
     finetune) within "$seconds" "$python" "$root/examples/finetune_transformers.py" --steps 12 --modes full,lora ;;

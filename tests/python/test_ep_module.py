@@ -1,6 +1,7 @@
 """smoe.MoE(ep=group) on 2 and 4 gloo processes: the losses and all gradients of one process that has the tokens and the
 experts of all, under checkpointing, torch.compile, DistributedDataParallel, fully_shard, and clipping. The ranks of
-several nodes are the mesh (2, 2): experts inside a node, data parallelism between the nodes."""
+several nodes are the mesh (2, 2): experts inside a node, data parallelism between the nodes. On GPUs gpu_ep.py runs it, with
+torch's default device and type."""
 
 import functools
 
@@ -21,11 +22,12 @@ class Model(torch.nn.Module):
     def __init__(self, group=None):
         super().__init__()
         torch.manual_seed(3)
-        common = dict(ep=group, initializer_range=0.3)
+        common = dict(ep=group, initializer_range=0.3, device="cpu", dtype=torch.float32)  # the same numbers on every device
         make = lambda **options: smoe.MoE(H, I, E, K, **common, **options)
         self.layers = torch.nn.ModuleList([make(bias=True, rounding="nr_f", tile=4), make(score="sigmoid", selection_bias=True)])
-        self.last = torch.nn.Linear(H, H)
+        self.last = torch.nn.Linear(H, H, device="cpu", dtype=torch.float32)
         self.around = lambda layer, x: layer(x)
+        self.to(torch.get_default_device(), torch.get_default_dtype())
 
     def forward(self, x):
         for layer in self.layers:
@@ -35,7 +37,8 @@ class Model(torch.nn.Module):
 
 def batch(rank):
     """It requires a gradient, as the first layer must have under reentrant checkpointing."""
-    return torch.randn(2, T // 2, H, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    x = torch.randn(2, T // 2, H, generator=torch.Generator().manual_seed(rank), device="cpu", dtype=torch.float32)
+    return x.to(torch.get_default_device(), torch.get_default_dtype()).requires_grad_()
 
 
 def single(ranks):
@@ -74,7 +77,8 @@ def plain(group):
     model.around = functools.partial(checkpoint.checkpoint, use_reentrant=False, context_fn=contexts)
     yield "selective checkpoint", model, summed
     model = Model(group)
-    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    backend = "inductor" if torch.get_default_device().type == "cuda" else "aot_eager"
+    model.forward = torch.compile(model.forward, backend=backend, fullgraph=True)
     yield "compiled", model, summed
 
 
@@ -86,7 +90,7 @@ def wrapped(group, mesh):
     yield "ddp", model, nothing
     model = Model(group)
     smoe.ep.fully_shard(model, mesh["efsdp"])
-    everyone = init_device_mesh("cpu", (dist.get_world_size(),))
+    everyone = init_device_mesh(mesh.device_type, (dist.get_world_size(),))
     for layer in model.layers:
         torch.distributed.fsdp.fully_shard(layer, mesh=everyone)
     yield "fsdp", torch.distributed.fsdp.fully_shard(model, mesh=everyone), nothing
@@ -108,14 +112,13 @@ def gradients(model):
     return found
 
 
-def work(rank, shapes, folder):
-    torch.set_num_threads(1)
-    ranks = shapes[0][0] * shapes[0][1]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+def results(rank, ranks, shapes):
+    """A name, the loss, gradients, the norm and the clipped gradients of every way."""
     found = []
     for shape in shapes:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("efsdp", "ep"))
-        sizes = dict(max_tokens=T, hidden=H, num_experts=E, top_k=K, rounding="nr_f", tile=4, timeout=60.0)
+        mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=("efsdp", "ep"))
+        sizes = dict(max_tokens=T, hidden=H, num_experts=E, top_k=K, dtype=torch.get_default_dtype(), timeout=60.0)
+        sizes |= dict(rounding="nr_f", tile=4)
         group = smoe.ep.Group(mesh["ep"], **sizes, threads=1)
         ways = [("eager", Model(group), summed)] if shape[0] == 1 else []
         for name, model, finish in [*ways, *(plain(group) if ranks == 2 else []), *wrapped(group, mesh)]:
@@ -127,7 +130,14 @@ def work(rank, shapes, folder):
             found.append((f"{name} on {shape}", loss.item(), before, norm, gradients(model)))
         smoe.ep.check()
         group.close()
-    torch.save(found, f"{folder}/{rank}")
+    return found
+
+
+def work(rank, shapes, folder):
+    torch.set_num_threads(1)
+    ranks = shapes[0][0] * shapes[0][1]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    torch.save(results(rank, ranks, shapes), f"{folder}/{rank}")
 
 
 @pytest.mark.parametrize("ranks, shapes", [(2, [(1, 2)]), (4, [(1, 4), (2, 2)])])

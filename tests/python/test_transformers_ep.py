@@ -23,7 +23,7 @@ SEED = dict(seed=4)
 
 
 def batch(part, length=16):
-    return models.tokens(rows=1 + part, length=length, seed=part)
+    return models.tokens(rows=1 + part, length=length, seed=part).to(torch.get_default_device())
 
 
 def run(model, parts):
@@ -49,16 +49,17 @@ def cases(ranks):
         yield "olmoe", "eager", dict(tp_size=2, ep_size=2, ep_implementation="smoe")
 
 
-def work(rank, ranks, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+def results(rank, ranks, folder):
+    """A name, the configuration, the part of the batch, its loss and the gradients of every case. With two ranks also
+    logits."""
     found, calls, experts = [], [], smoe.ep.experts
     smoe.ep.experts = lambda *given, **options: calls.append(1) or experts(*given, **options)
     for name, implementation, config in cases(ranks):
         config = DistributedConfig(**config)
         model = AutoModelForCausalLM.from_pretrained(
-            f"{folder}/{name}", experts_implementation=implementation, distributed_config=config
-        )
+            f"{folder}/{name}", dtype=torch.get_default_dtype(), experts_implementation=implementation,
+            distributed_config=config,
+        ).to(torch.get_default_device())
         part = rank // config.tp_size
         before = len(calls)
         early = model(input_ids=batch(part, 4), labels=batch(part, 4)).loss if not found else None
@@ -70,7 +71,13 @@ def work(rank, ranks, folder):
     if ranks == 2:  # without gradients the ranks run their experts on the same batch
         with torch.no_grad():
             found.append(model(input_ids=batch(0)).logits)
-    torch.save(found, f"{folder}/{rank}")
+    return found
+
+
+def work(rank, ranks, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    torch.save(results(rank, ranks, folder), f"{folder}/{rank}")
     dist.barrier()
 
 
