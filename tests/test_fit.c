@@ -81,14 +81,14 @@ static void takes_the_first_that_fits(void **state)
             error err = {0};
             model_options o = options_of(&d.settings);
             left = enough(d.bytes[i]) - (size_t)less;
-            if (!fit_choose(&o, d.device, &d.settings, &err)) fail_msg("%s", err.text);
+            if (!fit_choose(&o, d.device, &d.settings, NULL, &err)) fail_msg("%s", err.text);
             assert_int_equal(o.recompute, in_order[wanted].recompute);
             assert_int_equal(o.chunks, in_order[wanted].chunks);
         }
     left = 0; // not known
     error err = {0};
     model_options o = options_of(&d.settings);
-    assert_true(fit_choose(&o, d.device, &d.settings, &err));
+    assert_true(fit_choose(&o, d.device, &d.settings, NULL, &err));
     assert_int_equal(o.recompute, RECOMPUTE_NORMS);
     d.device->ops->close(d.device);
 }
@@ -102,12 +102,12 @@ static void keeps_what_is_given(void **state)
     left = enough(d.bytes[1]);
     d.settings.keep_chunks = true; // then only more recomputation helps
     model_options o = options_of(&d.settings);
-    if (!fit_choose(&o, d.device, &d.settings, &err)) fail_msg("%s", err.text);
+    if (!fit_choose(&o, d.device, &d.settings, NULL, &err)) fail_msg("%s", err.text);
     assert_true(o.recompute > RECOMPUTE_NORMS && o.chunks == 1);
     left = d.bytes[CHOICES - 1];
     d.settings.keep_recompute = true;
     o = options_of(&d.settings);
-    assert_false(fit_choose(&o, d.device, &d.settings, &err));
+    assert_false(fit_choose(&o, d.device, &d.settings, NULL, &err));
     assert_true(o.recompute == RECOMPUTE_NORMS && o.chunks == 1);
     assert_non_null(strstr(err.text, "--recompute norms and --chunks 1"));
     d.device->ops->close(d.device);
@@ -124,14 +124,43 @@ static void names_the_micro_batches(void **state)
     fewer.recompute = RECOMPUTE_LAYERS, fewer.chunks = 4, fewer.parts = 3, fewer.sequences = ROWS / 3;
     if (!fit_bytes(&bytes, d.device, &d.settings.config, &fewer, true, &err)) fail_msg("%s", err.text);
     left = enough(bytes);
-    assert_false(fit_choose(&o, d.device, &d.settings, &err));
+    assert_false(fit_choose(&o, d.device, &d.settings, NULL, &err));
     assert_int_equal(err.code, ERROR_RUNTIME);
     assert_non_null(strstr(err.text, "with --micro-batches 3 it fits"));
     left = 1000;
     memset(&err, 0, sizeof err);
     o = options_of(&d.settings);
-    assert_false(fit_choose(&o, d.device, &d.settings, &err));
+    assert_false(fit_choose(&o, d.device, &d.settings, NULL, &err));
     assert_non_null(strstr(err.text, "with no number of --micro-batches it fits"));
+    d.device->ops->close(d.device);
+}
+
+static int other; /* the choice of another rank */
+
+static void add_other(train_comm *c, void *out, const void *in, comm_type type, int64_t count)
+{
+    (void)c, (void)in;
+    assert_true(type == COMM_F64 && count == CHOICES);
+    ((double *)out)[other] += 1.0;
+}
+
+static void ranks_take_the_same(void **state)
+{
+    (void)state;
+    const comm_ops ops = {.all_reduce = add_other};
+    small_device d;
+    setup(&d);
+    train_comm comm = {.ops = &ops, .device = d.device, .ranks = 2};
+    for (int mine = 0; mine < CHOICES; mine++)
+        for (other = 0; other < CHOICES; other++) {
+            error err = {0};
+            model_options o = options_of(&d.settings);
+            const int last = mine > other ? mine : other;
+            left = enough(d.bytes[mine]);
+            if (!fit_choose(&o, d.device, &d.settings, &comm, &err)) fail_msg("%s", err.text);
+            assert_int_equal(o.recompute, in_order[last].recompute);
+            assert_int_equal(o.chunks, in_order[last].chunks);
+        }
     d.device->ops->close(d.device);
 }
 
@@ -141,6 +170,7 @@ int main(void)
         cmocka_unit_test(takes_the_first_that_fits),
         cmocka_unit_test(keeps_what_is_given),
         cmocka_unit_test(names_the_micro_batches),
+        cmocka_unit_test(ranks_take_the_same),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

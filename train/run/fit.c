@@ -80,19 +80,43 @@ static bool refuse(const model_options *options, train_device *device, const tra
                 device->master ? " (--precision bf16 takes less, too)" : "");
 }
 
-bool fit_choose(model_options *options, train_device *device, const train_settings *settings, error *err)
+/* At least what is set: a run with --recompute layers as its setting never keeps more. */
+static void take(model_options *options, const train_settings *settings, int choice)
+{
+    if (!settings->keep_recompute && choices[choice].recompute > options->recompute)
+        options->recompute = choices[choice].recompute;
+    if (!settings->keep_chunks && choices[choice].chunks > options->chunks)
+        options->chunks = choices[choice].chunks;
+}
+
+/* Takes the last of the ranks' choices. */
+static bool agree(model_options *options, const train_settings *settings, int choice, train_comm *comm,
+                  error *err)
+{
+    double ranks[CHOICES] = {[0] = 0.0}; // with each choice
+    train_device *device = comm->device;
+    double *scratch = device->ops->allocate(device, sizeof ranks);
+    if (!scratch) return fail(err, ERROR_RUNTIME, "out of memory: %zu bytes", sizeof ranks);
+    ranks[choice] = 1.0;
+    const bool done = comm_sum(comm, scratch, ranks, CHOICES, err);
+    device->ops->release(device, scratch);
+    for (int i = choice; i < CHOICES; i++)
+        if (ranks[i] > 0.0) take(options, settings, i);
+    return done;
+}
+
+bool fit_choose(model_options *options, train_device *device, const train_settings *settings,
+                train_comm *comm, error *err)
 {
     const size_t available = device->ops->available(device);
     size_t bytes = 0;
     if (!available) return true;
-    for (int i = 0; i < CHOICES; i++) {
-        // At least what is set: a run with --recompute layers as its setting never keeps more.
-        if (!settings->keep_recompute && choices[i].recompute > options->recompute)
-            options->recompute = choices[i].recompute;
-        if (!settings->keep_chunks && choices[i].chunks > options->chunks)
-            options->chunks = choices[i].chunks;
+    int choice = 0;
+    for (;; choice++) {
+        take(options, settings, choice);
         if (!fit_bytes(&bytes, device, &settings->config, options, settings->clip != 0.0, err)) return false;
-        if (bytes <= available - available / RESERVE) return true;
+        if (bytes <= available - available / RESERVE || choice + 1 == CHOICES) break;
     }
-    return bytes <= available || refuse(options, device, settings, bytes, available, err);
+    if (bytes > available) return refuse(options, device, settings, bytes, available, err);
+    return !comm || agree(options, settings, choice, comm, err);
 }

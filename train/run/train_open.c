@@ -300,7 +300,7 @@ static bool make_model(train_loop *r, error *err)
                              .sharded = r->comm != NULL,
                              .rank = r->rank,
                              .ranks = r->ranks};
-    if (!fit_choose(&options, r->device, s, err)) return false;
+    if (!fit_choose(&options, r->device, s, r->comm, err)) return false;
     r->recompute = options.recompute, r->chunks = options.chunks;
     return model_create(&r->model, r->device, &s->config, &options, err) && allocate(r, err);
 }

@@ -217,6 +217,12 @@ int ncclCommWindowRegister(communicator *c, void *memory, size_t bytes, void **w
     *window = NULL;
     if (!emulator::is_allocated(memory, bytes)) return INVALID;
     if (!gives_windows()) return OK;
+    memcpy(c->slot(c->rank), &bytes, sizeof bytes);
+    meet(c);
+    bool same = true; // windows are symmetric
+    for (int r = 0; r < c->ranks; r++) same = same && !memcmp(c->slot(r), &bytes, sizeof bytes);
+    meet(c);
+    if (!same) return INVALID;
     c->windows.push_back({(char *)memory, bytes});
     *window = memory;
     return OK;
