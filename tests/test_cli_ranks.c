@@ -13,7 +13,9 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <math.h>
+#include <netinet/in.h>
 #include <signal.h>
+#include <sys/socket.h>
 
 #define MODEL                                                                                                \
     "--hidden 16 --intermediate 8 --experts 5 --heads 2 --layers 3 --context 16 --batch 8 --logs 4 -q "      \
@@ -371,10 +373,22 @@ static void a_stop_reaches_all_ranks(void **state)
     assert_same_runs(state, "whole", "stopped");
 }
 
-/* Two ranks that were started by something else and differ. */
-static void expect_difference(void **state, int port, const char *first, const char *second,
-                              const char *message)
+/* A port that nobody uses now. */
+static int free_port(void)
 {
+    struct sockaddr_in6 at = {.sin6_family = AF_INET6};
+    socklen_t size = sizeof at;
+    const int made = socket(AF_INET6, SOCK_STREAM, 0);
+    assert_int_equal(bind(made, (struct sockaddr *)&at, size), 0);
+    assert_int_equal(getsockname(made, (struct sockaddr *)&at, &size), 0);
+    close(made);
+    return ntohs(at.sin6_port);
+}
+
+/* Two ranks that were started by something else and differ. */
+static void expect_difference(void **state, const char *first, const char *second, const char *message)
+{
+    const int port = free_port();
     const char *sizes = TINY "--device cpu --steps 4 --evaluations 0 --checkpoints 1";
     char environment[256], command[512];
     pid_t ranks[2];
@@ -394,17 +408,15 @@ static void expect_difference(void **state, int port, const char *first, const c
 static void differences_are_named(void **state)
 {
     char path[4096];
-    const int port = 20000 + (int)(getpid() % 20000);
     put_file(in_folder(path, state, "other.txt"), "another text, another text, another text, another text",
              50);
-    expect_difference(state, port, "-o a --lr 0.001 text.txt", "-o a --lr 0.002 text.txt",
+    expect_difference(state, "-o a --lr 0.001 text.txt", "-o a --lr 0.002 text.txt",
                       "rank 1: has --lr 0.002, but rank 0 has --lr 0.001");
-    expect_difference(state, port + 1, "-o b text.txt", "-o b other.txt", "rank 1: has a text of 50 tokens");
-    expect_difference(state, port + 2, "-o c text.txt", "-o c --hidden 32 text.txt",
-                      "rank 1: has --hidden 32");
-    expect_difference(state, port + 3, "-o d text.txt", "-o nowhere/d text.txt",
+    expect_difference(state, "-o b text.txt", "-o b other.txt", "rank 1: has a text of 50 tokens");
+    expect_difference(state, "-o c text.txt", "-o c --hidden 32 text.txt", "rank 1: has --hidden 32");
+    expect_difference(state, "-o d text.txt", "-o nowhere/d text.txt",
                       "rank 1: nowhere/d/step-0000000.tmp/model.safetensors: cannot write");
-    expect_difference(state, port + 4, "-o e text.txt", "-o e missing.txt", "rank 1: missing.txt: ");
+    expect_difference(state, "-o e text.txt", "-o e missing.txt", "rank 1: missing.txt: ");
 }
 
 static void ranks_from_the_environment(void **state)

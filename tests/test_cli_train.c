@@ -424,18 +424,19 @@ static void signals_end_with_a_checkpoint(void **state)
     expect(state, "train " TINY "--resume --steps 1 --out d long.txt", 0, "done");
 }
 
-/* Sends signals to a run that waits for its text on a pipe, as the shell commands `then` say. It ends by the
- * signal, with the message. */
+/* Sends signals to a run that reads its text from a pipe: one after more bytes than a pipe holds, so that the
+ * run has begun to read, and more as the shell commands `then` say. It ends by the signal, with the message.
+ */
 static void expect_end(void **state, const char *then, const char *message, bool saved)
 {
     static char output[OUTPUT_BYTES];
     char prefix[512], path[4096];
     put_texts(state);
-    snprintf(
-        prefix, sizeof prefix,
-        "timeout -s KILL 60 sh -c 'mkfifo pipe; \"$@\" <pipe & p=$!; exec 3>pipe; sleep 0.5; kill -TERM $p; "
-        "%s; wait $p' sh",
-        then);
+    snprintf(prefix, sizeof prefix,
+             "timeout -s KILL 60 sh -c 'mkfifo pipe; \"$@\" <pipe & p=$!; exec 3>pipe; "
+             "yes \"a text of some words\" | head -c 200000 >&3; kill -TERM $p; "
+             "%s; wait $p' sh",
+             then);
     const int status = run(state, prefix, "train " TINY "--steps 9 --out run -", output);
     if (status != 143 || !strstr(output, message)) fail_msg("%s: exit status %d, '%s'", then, status, output);
     assert_int_equal(access(in_folder(path, state, "run/latest"), F_OK), saved ? 0 : -1);
@@ -462,7 +463,7 @@ static void an_ignored_hangup_stays_ignored(void **state)
 static void a_later_signal_ends_the_run(void **state)
 {
     if (LATE_SIGNALS) skip();
-    expect_end(state, "sleep 0.3; kill -TERM $p", "", false);
+    expect_end(state, "for i in 1 2 3 4 5 6 7 8 9; do sleep 0.2; kill -TERM $p || break; done", "", false);
 }
 
 static void expect_text(void **state, const char *arguments, const char *wanted)

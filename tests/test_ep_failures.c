@@ -168,7 +168,7 @@ static void a_late_rank_ends_every_wait(void **state)
 {
     (void)state;
     const smoe_layer layer = ep_describe(4, 8, 2, SMOE_TYPE_F32);
-    ep_case *c = make(&layer, 200);
+    ep_case *c = make(&layer, 2000);
     for (int r = 0; r < 4; r++) ep_join(c, r, 1);
     pthread_t threads[3];
     ep_thread users[3];
@@ -178,13 +178,13 @@ static void a_late_rank_ends_every_wait(void **state)
     }
     for (int r = 0; r < 3; r++) pthread_join(threads[r], NULL);
     c->status[3] = ep_run_rank(c, 3, 1); /* too late: it learns why the others gave up */
-    assert_failed(c, "waited 200 ms for the start of the call of rank 3");
+    assert_failed(c, "waited 2000 ms for the start of the call of rank 3");
     for (int r = 0; r < 4; r++) {
         assert_says(c, r, "call 1: rank ");
         assert_nan(c, r, EP_OUT, tokens[r]);
     }
     c->status[0] = ep_run_rank(c, 0, 1); /* and so does every later call, without a wait */
-    assert_failed(c, "waited 200 ms for the start of the call of rank 3");
+    assert_failed(c, "waited 2000 ms for the start of the call of rank 3");
     ep_free(c);
 }
 
@@ -204,7 +204,7 @@ static void a_process_that_dies_is_named(void **state)
 {
     (void)state;
     const smoe_layer layer = ep_describe(4, 8, 2, SMOE_TYPE_F32);
-    ep_case *c = make(&layer, 300);
+    ep_case *c = make(&layer, 2000);
     pid_t children[EP_MOST];
     for (int r = 0; r < 4; r++) {
         children[r] = fork();

@@ -66,10 +66,11 @@ program cuda_check_route 'sleep 60'
 program cuda_check_limits 'echo no GPU: skipped; exit 77'
 program cuda_check_sms 'echo 0 failures'
 
+budget=300
 run() { # wanted status, parts
     wanted=$1
     shift
-    OUT=$folder/out WORK=$folder/work BUDGET=8 BIN=$folder/bin "$tools/gpu.sh" "$@" >"$folder/run.txt" 2>&1
+    OUT=$folder/out WORK=$folder/work BUDGET=$budget BIN=$folder/bin "$tools/gpu.sh" "$@" >"$folder/run.txt" 2>&1
     expect_status "gpu.sh $*" $? "$wanted"
 }
 untimed() { # a line that the output must have, where the seconds at the line's end are not compared
@@ -96,6 +97,7 @@ run 77 verify
 run 2 sms nonsense
 expect "an unknown part" "$folder/run.txt" "gpu.sh: there is no part and no label nonsense"
 run 2
+budget=20 # shorter than the programs sleep, and long enough for a loaded machine to start them
 run 1 models
 untimed "stopped after N s: $folder/bin/smoe bench --device cuda --json --shape models/one --routing random --scope experts --pass forward,backward --seconds 8"
 untimed "== models: FAILED (exit 1)"

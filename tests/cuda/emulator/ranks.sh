@@ -18,7 +18,8 @@ fail() {
 
 # NAME WINDOWS OPTIONS: both ranks must end well.
 pair() {
-    name=$1 windows=$2 port=$((20000 + $$ % 20000)) status=0
+    name=$1 windows=$2 status=0
+    port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
     shift 2
     for rank in 0 1; do
         # shellcheck disable=SC2086
