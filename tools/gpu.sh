@@ -257,10 +257,11 @@ part_ranks() {
     for run in a b; do train ranks_$run 30 $little --batch 16 --gpus "$gpus" --checkpoints 1 "$text" || return; done
     cmp ranks_a/latest/model.safetensors ranks_b/latest/model.safetensors && echo "two runs: the same bits" || return
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 train sockets 60 $little --batch 16 --gpus "$gpus" --checkpoints 0 "$text" || return
-    "$bin/smoe" train -q $little --batch 16 --gpus "$gpus" --steps 100000 --checkpoints 9 --evaluations 0 --out killed "$text" &
+    timeout -k 5 60 "$bin/smoe" train -q $little --batch 16 --gpus "$gpus" --steps 100000 --checkpoints 9 --evaluations 0 --out killed \
+        "$text" &
     run=$!
     until [ -s killed/train.jsonl ] || [ $((started += 1)) -gt 300 ]; do sleep 0.1; done
-    kill -9 "$(pgrep -P $run | tail -n 1)"
+    kill -9 "$(pgrep -P "$(pgrep -P $run)" | tail -n 1)"
     wait $run
     [ $? -eq 3 ] && within 30 "$bin/smoe" eval --json --device cuda -c killed/latest "$text"
 }
