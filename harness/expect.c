@@ -93,6 +93,16 @@ static void put_backward(const smoe_layer *layer, const oracle_drawn *drawn, con
         put_padded(want, TENSOR_DROW_WEIGHTS, f, b->ds, 0.0, padded_rows);
 }
 
+static oracle_compute compute_of(smoe_compute compute)
+{
+    switch (compute) {
+    case SMOE_COMPUTE_STORAGE: return ORACLE_COMPUTE_STORAGE;
+    case SMOE_COMPUTE_F8: return ORACLE_COMPUTE_F8;
+    case SMOE_COMPUTE_F8_DGRAD: return ORACLE_COMPUTE_F8_DGRAD;
+    }
+    return ORACLE_COMPUTE_STORAGE;
+}
+
 static int64_t expect_once(const device *on, const smoe_layer *layer, const oracle_drawn *drawn,
                            const run_options *options, const tensors *got, bool round_stores, tensors *want)
 {
@@ -102,6 +112,8 @@ static int64_t expect_once(const device *on, const smoe_layer *layer, const orac
     input.round_stores = round_stores;
     input.round_inside = on->backend == SMOE_BACKEND_CUDA; // oracle.h says what that backend keeps in 16 bits
     input.exact_da = options->exact_da;
+    input.compute = compute_of(options->compute);
+    input.short_sums = input.compute != ORACLE_COMPUTE_STORAGE && on->backend == SMOE_BACKEND_CUDA;
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         oracle_forward logits = {0};
         oracle_logits(layer, &input, &logits);

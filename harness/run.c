@@ -172,6 +172,7 @@ void run_wanted(const smoe_layer *l, const oracle_drawn *d, const run_options *o
                              [SLOT_B1] = d->b1,
                              [SLOT_W2] = true,
                              [SLOT_B2] = d->b2,
+                             [SLOT_WEIGHTS_F8] = options->compute != SMOE_COMPUTE_STORAGE,
                              [SLOT_OUT] = true,
                              [SLOT_SAVED] = true,
                              [SLOT_SCRATCH_FORWARD] = true,
@@ -192,14 +193,48 @@ void run_wanted(const smoe_layer *l, const oracle_drawn *d, const run_options *o
     memcpy(wanted, all, sizeof all);
 }
 
+/* The structs of the calls. What only fp8 has is behind the public structs, which the library then reads as
+ * longer ones. */
+typedef struct arguments {
+    smoe_layer_f8 layer;
+    smoe_forward_args_f8 forward;
+    smoe_backward_args_f8 backward;
+} arguments;
+
+static arguments arguments_of(const run *r)
+{
+    const slot *w = &r->slots[SLOT_WEIGHTS_F8];
+    arguments a = {{r->layer, r->compute},
+                   {r->forward, w->memory.data, w->memory.bytes},
+                   {r->backward, w->memory.data, w->memory.bytes}};
+    if (r->compute == SMOE_COMPUTE_STORAGE) return a;
+    a.layer.layer.struct_size = sizeof a.layer;
+    a.forward.args.struct_size = sizeof a.forward;
+    a.backward.args.struct_size = sizeof a.backward;
+    a.forward.args.w1 = a.forward.args.w2 = NULL;
+    a.backward.args.w1 = a.backward.args.w2 = NULL;
+    return a;
+}
+
+bool run_open_compute(run *r, const device *on, smoe_context *context, const smoe_layer *layer,
+                      smoe_compute compute, const bool wanted[SLOTS])
+{
+    *r = (run){.on = on, .context = context, .layer = *layer, .compute = compute, .sizes = SMOE_SIZES_INIT};
+    memcpy(r->wanted, wanted, sizeof r->wanted);
+    smoe_sizes_f8 sizes = {.sizes = SMOE_SIZES_INIT};
+    const arguments a = arguments_of(r);
+    if (compute != SMOE_COMPUTE_STORAGE) sizes.sizes.struct_size = sizeof sizes;
+    r->status = smoe_query_sizes(context, &a.layer.layer, &sizes.sizes);
+    r->sizes = sizes.sizes;
+    r->weights_f8_bytes = sizes.weights_f8_bytes;
+    return r->status == SMOE_OK ||
+           refuse(r, "%s: %s", smoe_status_string(r->status), smoe_last_error(context));
+}
+
 bool run_open(run *r, const device *on, smoe_context *context, const smoe_layer *layer,
               const bool wanted[SLOTS])
 {
-    *r = (run){.on = on, .context = context, .layer = *layer, .sizes = SMOE_SIZES_INIT};
-    memcpy(r->wanted, wanted, sizeof r->wanted);
-    r->status = smoe_query_sizes(context, layer, &r->sizes);
-    return r->status == SMOE_OK ||
-           refuse(r, "%s: %s", smoe_status_string(r->status), smoe_last_error(context));
+    return run_open_compute(r, on, context, layer, SMOE_COMPUTE_STORAGE, wanted);
 }
 
 static void fill_forward(run *r)
@@ -303,8 +338,9 @@ static bool poison(run *r, slot_id id)
 bool run_forward(run *r, const run_options *options)
 {
     smoe_context *c = r->context;
-    const smoe_layer *l = &r->layer;
-    const smoe_forward_args *f = &r->forward;
+    const arguments a = arguments_of(r);
+    const smoe_layer *l = &a.layer.layer;
+    const smoe_forward_args *f = &a.forward.args;
     if (!poison(r, SLOT_SCRATCH_FORWARD) || !disturb(r, options)) return false;
     if (!options->stages) return call(r, "smoe_layer_forward", smoe_layer_forward(c, l, f, NULL));
     const bool logits = l->entry == SMOE_ENTRY_FROM_LOGITS;
@@ -318,10 +354,12 @@ bool run_forward(run *r, const run_options *options)
 bool run_backward(run *r, const run_options *options)
 {
     if (!poison(r, SLOT_SCRATCH_BACKWARD) || !disturb(r, options)) return false;
+    const arguments a = arguments_of(r);
+    const smoe_layer *l = &a.layer.layer;
+    const smoe_backward_args *b = &a.backward.args;
     if (options->stages)
-        return call(r, "smoe_experts_backward",
-                    smoe_experts_backward(r->context, &r->layer, &r->backward, NULL));
-    return call(r, "smoe_layer_backward", smoe_layer_backward(r->context, &r->layer, &r->backward, NULL));
+        return call(r, "smoe_experts_backward", smoe_experts_backward(r->context, l, b, NULL));
+    return call(r, "smoe_layer_backward", smoe_layer_backward(r->context, l, b, NULL));
 }
 
 bool run_intact(run *r)
@@ -431,7 +469,8 @@ static bool fetch_plan(run *r, tensors *got, const smoe_plan_view *view)
 static bool fetch_forward(run *r, tensors *got)
 {
     smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
-    return call(r, "smoe_view_plan", smoe_view_plan(r->context, &r->layer, &r->forward, &view)) &&
+    const arguments a = arguments_of(r);
+    return call(r, "smoe_view_plan", smoe_view_plan(r->context, &a.layer.layer, &a.forward.args, &view)) &&
            fetch_plan(r, got, &view) && fetch_slot(r, got, TENSOR_LOGITS, SLOT_LOGITS) &&
            fetch_slot(r, got, TENSOR_LOSSES, SLOT_LOSSES) && fetch_slot(r, got, TENSOR_OUT, SLOT_OUT);
 }
@@ -508,10 +547,11 @@ static bool enqueue_passes(void *user, void *stream)
 {
     const passes *p = user;
     run *r = p->r;
-    r->status = smoe_layer_forward(r->context, &r->layer, &r->forward, stream);
+    const arguments a = arguments_of(r);
+    r->status = smoe_layer_forward(r->context, &a.layer.layer, &a.forward.args, stream);
     const int backwards = p->options->forward_only ? 0 : p->options->backwards;
     for (int i = 0; i < backwards && r->status == SMOE_OK; i++)
-        r->status = smoe_layer_backward(r->context, &r->layer, &r->backward, stream);
+        r->status = smoe_layer_backward(r->context, &a.layer.layer, &a.backward.args, stream);
     return r->status == SMOE_OK || refuse(r, "%s", smoe_last_error(r->context));
 }
 
@@ -550,9 +590,35 @@ static bool repeat(run *r, const run_options *options, const tensors *first, int
     return done;
 }
 
+/* In two parts, the later experts first. Afterwards weights_f8 is an input. */
+static bool quantize_weights(run *r)
+{
+    if (r->compute == SMOE_COMPUTE_STORAGE) return true;
+    const arguments a = arguments_of(r);
+    const int64_t e = r->layer.experts, parts[] = {e / 2, e, 0, e / 2};
+    const size_t element = oracle_type_bytes(r->layer.dtype);
+    const size_t w1 = (size_t)(oracle_h_width(&r->layer) * r->layer.hidden) * element;
+    const size_t w2 = (size_t)(r->layer.intermediate * r->layer.hidden) * element;
+    for (int i = 0; i < 4; i += 2) {
+        if (parts[i] == parts[i + 1]) continue;
+        const smoe_quantize_args q = {sizeof q,
+                                      (const char *)slot_data(r, SLOT_W1) + (size_t)parts[i] * w1,
+                                      (const char *)slot_data(r, SLOT_W2) + (size_t)parts[i] * w2,
+                                      r->layer.dtype,
+                                      parts[i],
+                                      parts[i + 1] - parts[i],
+                                      slot_data(r, SLOT_WEIGHTS_F8),
+                                      r->weights_f8_bytes};
+        if (!call(r, "smoe_quantize_weights", moe_quantize_weights(r->context, &a.layer.layer, &q, NULL)))
+            return false;
+    }
+    return slot_keep(r, SLOT_WEIGHTS_F8);
+}
+
 static bool run_all(run *r, const oracle_drawn *drawn, const run_options *options, tensors *got)
 {
-    if (!run_make(r) || !run_inputs(r, drawn) || !run_passes(r, options, got)) return false;
+    if (!run_make(r) || !run_inputs(r, drawn) || !quantize_weights(r) || !run_passes(r, options, got))
+        return false;
     for (int64_t i = 0; i < options->repeats; i++)
         if (!repeat(r, options, got, options->differing)) return false;
     tensors_load_values(got);
@@ -567,7 +633,8 @@ run_outcome run_library(const device *on, smoe_context *context, const smoe_laye
     run r;
     *got = (tensors){0};
     run_wanted(layer, drawn, options, wanted);
-    const bool done = run_open(&r, on, context, layer, wanted) && run_all(&r, drawn, options, got);
+    const bool done = run_open_compute(&r, on, context, layer, options->compute, wanted) &&
+                      run_all(&r, drawn, options, got);
     run_close(&r);
     memcpy(text, r.text, RUN_TEXT);
     if (done) return RUN_OK;

@@ -14,6 +14,7 @@
 #include "harness/buffer.h"
 #include "harness/tensors.h"
 #include "oracle/draw.h"
+#include "src/smoe_f8.h"
 
 typedef enum slot_id {
     SLOT_X,
@@ -30,6 +31,7 @@ typedef enum slot_id {
     SLOT_B1,
     SLOT_W2,
     SLOT_B2,
+    SLOT_WEIGHTS_F8,
     SLOT_OUT,
     SLOT_SAVED,
     SLOT_SCRATCH_FORWARD,
@@ -62,7 +64,9 @@ typedef struct run {
     const device *on;
     smoe_context *context;
     smoe_layer layer;
+    smoe_compute compute;
     smoe_sizes sizes;
+    uint64_t weights_f8_bytes;
     bool wanted[SLOTS];
     slot slots[SLOTS];
     smoe_forward_args forward;
@@ -72,10 +76,11 @@ typedef struct run {
 } run;
 
 typedef struct run_options {
-    bool stages;        // route, round, plan, experts one by one, and the experts' backward alone
-    bool forward_only;  // for inference
-    bool less_router;   // dlogits and drouter_bias are not asked for
-    bool graph;         // both passes from a CUDA graph
+    bool stages;          // route, round, plan, experts one by one, and the experts' backward alone
+    bool forward_only;    // for inference
+    smoe_compute compute; // with fp8 the weights are quantised before the forward, and w1 and w2 are NULL
+    bool less_router;     // dlogits and drouter_bias are not asked for
+    bool graph;           // both passes from a CUDA graph
     int backwards;      // backward calls on one forward, at least 1; with `accumulate` their gradients add up
     void *traffic;      // device.h: copies are enqueued right before every pass; or NULL
     int64_t repeats;    // how often both passes run again, with the same buffers and outputs poisoned anew
@@ -89,6 +94,8 @@ void run_wanted(const smoe_layer *layer, const oracle_drawn *drawn, const run_op
 
 bool run_open(run *opened, const device *on, smoe_context *context, const smoe_layer *layer,
               const bool wanted[SLOTS]);
+bool run_open_compute(run *opened, const device *on, smoe_context *context, const smoe_layer *layer,
+                      smoe_compute compute, const bool wanted[SLOTS]);
 bool run_make(run *made);
 void run_close(run *closed);
 

@@ -17,6 +17,7 @@ static const char *const slot_names[SLOTS] = {"x",
                                               "b1",
                                               "w2",
                                               "b2",
+                                              "weights_f8",
                                               "out",
                                               "saved",
                                               "scratch (forward)",
@@ -68,6 +69,7 @@ extent slot_extent(const run *r, slot_id id)
     case SLOT_B1: return (extent){e * width, l->dtype, false};
     case SLOT_W2: return (extent){ed * l->intermediate, l->dtype, false};
     case SLOT_B2: return (extent){ed, l->dtype, false};
+    case SLOT_WEIGHTS_F8: return (extent){(int64_t)r->weights_f8_bytes, SMOE_TYPE_F32, true};
     case SLOT_DW1: return (extent){ed * width, l->gradient_type, false};
     case SLOT_DB1: return (extent){e * width, l->gradient_type, false};
     case SLOT_DW2: return (extent){ed * l->intermediate, l->gradient_type, false};

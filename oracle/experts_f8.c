@@ -141,7 +141,7 @@ static int64_t gather_group(const smoe_layer *layer, const double *dh, int64_t j
     return halves * count;
 }
 
-/* dX[t] += dX~[r], and db1 += the quantised dH */
+/* dX[t] += dX~[r], and db1 += the quantised dH, with F8_DGRAD dH as it is stored */
 static void add_row(const smoe_layer *layer, const oracle_input *input, const operands *q,
                     const oracle_forward *f, int64_t r, const double *dh, oracle_backward *b)
 {
@@ -156,7 +156,9 @@ static void add_row(const smoe_layer *layer, const oracle_input *input, const op
         for (int64_t part = 0; part < halves; part++) {
             const int64_t column = part * n + j;
             for (int64_t i = 0; i < count; i++)
-                b->db1[e * width + oracle_w1_row(layer, (int)part, j + i)] += scale * dh8[part * count + i];
+                b->db1[e * width + oracle_w1_row(layer, (int)part, j + i)] +=
+                    input->compute == ORACLE_COMPUTE_F8 ? scale * dh8[part * count + i]
+                                                        : stored(layer, input, dh[column + i]);
             for (int64_t i = 0; i < hidden; i++)
                 sums[i] += scale * oracle_f8_sum(along(dh8 + part * count, 1),
                                                  along(q->w1 + (e * width + column) * hidden + i, hidden),

@@ -15,8 +15,9 @@ typedef struct moe_layout {
 typedef struct moe_call {
     moe_problem problem;
     moe_layout layout;
-    moe_plan_arrays plan; /* in saved, for inference in scratch */
-    void *scratch;        /* a forward's begins past the plan */
+    moe_plan_arrays plan;   /* in saved, for inference in scratch */
+    void *scratch;          /* a forward's begins past the plan */
+    const void *weights_f8; /* if problem.compute is not STORAGE */
     void *stream;
 } moe_call;
 
@@ -64,6 +65,9 @@ typedef struct moe_backend_table {
     smoe_status (*update_selection_bias)(smoe_context *context, const moe_problem *problem,
                                          const int32_t *counts, float *bias, float gamma, void *stream);
     const moe_ep_table *ep; /* NULL: no layers with ranks */
+    /* NULL: no fp8 */
+    smoe_status (*quantize_weights)(smoe_context *context, const moe_problem *problem,
+                                    const smoe_quantize_args *args, void *stream);
 } moe_backend_table;
 
 extern const moe_backend_table moe_cpu_backend;

@@ -31,6 +31,9 @@ smoe_status moe_take_layer(smoe_context *context, const char *function, const sm
 smoe_status moe_check_layer(smoe_context *context, const char *function, const smoe_layer *layer,
                             moe_problem *problem);
 
+/* Sets problem->compute, of a problem that is filled otherwise. f8.c. */
+smoe_status moe_check_compute(smoe_context *context, smoe_compute compute, moe_problem *problem);
+
 /* Checks the values of offsets (E+1), which must be in host memory. */
 smoe_status moe_check_offsets(smoe_context *context, const smoe_layer *layer, const void *offsets);
 

@@ -25,7 +25,8 @@
  *   dX~[r] = (sum over the groups g of dH of (dH8[r, g] W1_8[e, g]) scale_dh[r, g]) scale1[e]
  *
  * H, Y, dX~ and everything else stay in dtype or f32, as without fp8. dS = <dA', A> + <dO, b2> takes A in f32
- * and dO in dtype, db2 takes dO in dtype, db1 the quantised dH.
+ * and dO in dtype, db2 takes dO in dtype, db1 the quantised dH (with F8_DGRAD, where dH is stored in dtype
+ * too: that).
  *
  * A NaN or an inf makes every byte of its group NaN, with the scale 1, so that it shows in every element
  * that depends on the group. A group of zeros has the least scale, 2^-126, so that its scale never counts

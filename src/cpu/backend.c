@@ -70,7 +70,7 @@ static void lay_out(const smoe_context *context, const moe_problem *problem, moe
                                     : moe_cpu_backward_scratch(context, problem);
 }
 
-typedef smoe_status (*forward_stage)(smoe_context *context, const moe_problem *problem,
+typedef smoe_status (*routing_stage)(smoe_context *context, const moe_problem *problem,
                                      const smoe_forward_args *args, const moe_plan_arrays *plan,
                                      void *scratch, void *stream);
 
@@ -79,22 +79,23 @@ static smoe_status forward(smoe_context *context, const moe_call *call, const sm
 {
     static const struct {
         int stage;
-        forward_stage run;
-    } all[] = {{MOE_ROUTE, moe_cpu_route},
-               {MOE_ROUND, moe_cpu_round},
-               {MOE_PLAN, moe_cpu_plan},
-               {MOE_EXPERTS, moe_cpu_experts_forward}};
+        routing_stage run;
+    } all[] = {{MOE_ROUTE, moe_cpu_route}, {MOE_ROUND, moe_cpu_round}, {MOE_PLAN, moe_cpu_plan}};
     smoe_status status = SMOE_OK;
     for (size_t i = 0; i < sizeof all / sizeof *all && status == SMOE_OK; i++)
         if (stages & all[i].stage)
             status = all[i].run(context, &call->problem, args, &call->plan, call->scratch, call->stream);
+    if (status == SMOE_OK && stages & MOE_EXPERTS)
+        status = moe_cpu_experts_forward(context, &call->problem, args, call->weights_f8, &call->plan,
+                                         call->scratch, call->stream);
     return status;
 }
 
 static smoe_status backward(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
                             int with_router)
 {
-    return moe_cpu_backward(context, &call->problem, args, &call->plan, with_router, call->stream);
+    return moe_cpu_backward(context, &call->problem, args, call->weights_f8, &call->plan, with_router,
+                            call->stream);
 }
 
 const moe_backend_table moe_cpu_backend = {
@@ -110,4 +111,5 @@ const moe_backend_table moe_cpu_backend = {
     .backward = backward,
     .update_selection_bias = moe_cpu_update_selection_bias,
     .ep = &moe_cpu_ep,
+    .quantize_weights = moe_cpu_quantize_weights,
 };

@@ -2,7 +2,9 @@
  *
  * Threads share fixed panels. How work is cut does not depend on the number of threads, so neither do the
  * results. GEMMs are single-threaded OpenBLAS calls on panels that a thread gathers and converts;
- * moe_blas_enter/leave (blas.h) keep OpenBLAS single-threaded around them. */
+ * moe_blas_enter/leave (blas.h) keep OpenBLAS single-threaded around them. With fp8 the panels are decoded
+ * from the bytes that the CUDA kernels have too (f8.h), and sums are those of sgemm: this is the reference
+ * for fp8. */
 #ifndef SMOE_CPU_H
 #define SMOE_CPU_H
 
@@ -47,13 +49,18 @@ void moe_cpu_router_backward(smoe_context *context, const moe_problem *problem,
 
 uint64_t moe_cpu_experts_forward_scratch(const smoe_context *context, const moe_problem *problem);
 smoe_status moe_cpu_experts_forward(smoe_context *context, const moe_problem *problem,
-                                    const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
-                                    void *stream);
+                                    const smoe_forward_args *args, const void *weights_f8,
+                                    const moe_plan_arrays *plan, void *scratch, void *stream);
 
 /* With the router: dlogits (T, E) f32 and moe_cpu_router_backward_scratch included. */
 uint64_t moe_cpu_backward_scratch(const smoe_context *context, const moe_problem *problem);
 smoe_status moe_cpu_backward(smoe_context *context, const moe_problem *problem,
-                             const smoe_backward_args *args, const moe_plan_arrays *plan, int with_router,
-                             void *stream);
+                             const smoe_backward_args *args, const void *weights_f8,
+                             const moe_plan_arrays *plan, int with_router, void *stream);
+
+/* ---- f8_weights.c ---- */
+
+smoe_status moe_cpu_quantize_weights(smoe_context *context, const moe_problem *problem,
+                                     const smoe_quantize_args *args, void *stream);
 
 #endif

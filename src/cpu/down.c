@@ -12,6 +12,10 @@ static void load_a(const moe_cpu_pass *pass, const moe_row_panel *panel, const m
 {
     const moe_problem *p = pass->problem;
     const int64_t n = p->layer.intermediate;
+    if (moe_cpu_is_f8(pass)) {
+        moe_cpu_f8_load_a(pass, panel, at->gathered);
+        return;
+    }
     if (p->layer.inference) {
         moe_load_row(at->gathered, pass->a, panel->row * n, panel->count * n, p->layer.dtype);
         return;
@@ -46,8 +50,7 @@ static void down_panel(const moe_cpu_pass *pass, const smoe_forward_args *args, 
         const int64_t columns = moe_min(MOE_PANEL_COLUMNS, end - column);
         float *y = pass->chunk + panel->row * p->chunk_columns + (column - first_column);
         int64_t ld;
-        const float *w2 = moe_weights_f32(at.weights, args->w2, (panel->expert * d + column) * n, columns, n,
-                                          n, p->layer.dtype, &ld);
+        const float *w2 = moe_cpu_w2(pass, args->w2, panel->expert, column, columns, 0, n, at.weights, &ld);
         if (args->b2) spread_bias(pass, panel, args->b2, column, columns, y);
         moe_sgemm(0, 1, panel->count, columns, n, at.gathered, n, w2, ld, args->b2 ? 1.0f : 0.0f, y,
                   p->chunk_columns);

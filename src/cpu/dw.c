@@ -1,6 +1,9 @@
 /* dw2: dW2[e] = sum_r dO[t(r)]^T A'[r], db2[e] = sum_r s[r] dO[t(r)], with A'[r] = s[r] act(H[r]) recomputed,
  * so that A' is never stored; dw1: dW1[e] = sum_r dH[r]^T X[t(r)],  db1[e] = sum_r dH[r].
  *
+ * With SMOE_COMPUTE_F8 both read what dh has stored for them (f8_dw.c), db1 the quantised dH, db2 dO as
+ * given.
+ *
  * A work item is a tile of one expert's matrix, at most 512 of d by 256 features. It is summed over the
  * expert's row panels in ascending order in f32. With accumulate the old value is then added. The sum is
  * rounded once, to gradient_type. Experts are processed by descending count. An expert without rows gets
@@ -96,11 +99,17 @@ static void load_scaled_a(const moe_cpu_pass *pass, const moe_row_panel *panel, 
     }
 }
 
+static moe_cpu_f8_tile f8_tile(int which, const tile *t)
+{
+    return (moe_cpu_f8_tile){which, t->expert, t->hidden, t->hiddens, t->feature, t->features};
+}
+
 static void dw2_tile(const moe_cpu_pass *pass, const smoe_backward_args *args, const tile *t)
 {
     const moe_problem *p = pass->problem;
     const int64_t n = p->layer.intermediate, d = p->layer.hidden;
     const moe_cpu_panels at = moe_cpu_panels_of(pass);
+    const moe_cpu_f8_tile f8 = f8_tile(MOE_F8_OF_DW2, t);
     const int with_matrix = args->dw2 != NULL, with_bias = args->db2 && t->feature == 0;
     if (!with_matrix && !with_bias) return;
     float *bias = at.row + 2 * moe_max(p->h_width, d);
@@ -109,8 +118,10 @@ static void dw2_tile(const moe_cpu_pass *pass, const smoe_backward_args *args, c
     moe_row_panel panel;
     for (int more = moe_first_row_panel(pass, t->expert, &panel); more;
          more = moe_next_row_panel(pass, &panel)) {
-        moe_gather_tokens(pass, &panel, args->dout, t->hidden, t->hiddens, at.gathered);
-        if (with_matrix) {
+        if (with_matrix && moe_cpu_dw_is_f8(pass)) moe_cpu_f8_add_to_tile(pass, &panel, &f8, &at);
+        if (with_bias || !moe_cpu_dw_is_f8(pass))
+            moe_gather_tokens(pass, &panel, args->dout, t->hidden, t->hiddens, at.gathered);
+        if (with_matrix && !moe_cpu_dw_is_f8(pass)) {
             load_scaled_a(pass, &panel, t, &at);
             moe_sgemm(1, 0, t->hiddens, t->features, panel.count, at.gathered, t->hiddens, at.product,
                       t->features, 1.0f, at.tile, t->features);
@@ -119,6 +130,7 @@ static void dw2_tile(const moe_cpu_pass *pass, const smoe_backward_args *args, c
             add_column_sums(bias, at.row, at.gathered, panel.count, t->hiddens,
                             pass->plan->row_weight + panel.row);
     }
+    if (with_matrix && moe_cpu_dw_is_f8(pass)) moe_cpu_f8_scale_tile(pass, &f8, at.tile);
     for (int64_t i = 0; i < t->hiddens && with_matrix; i++)
         give_row(p, args->dw2, (t->expert * d + t->hidden + i) * n + t->feature, at.tile + i * t->features,
                  t->features);
@@ -130,6 +142,10 @@ static void load_dh(const moe_cpu_pass *pass, const moe_row_panel *panel, const 
                     const moe_cpu_panels *at)
 {
     const moe_problem *p = pass->problem;
+    if (moe_cpu_dw_is_f8(pass)) {
+        moe_cpu_f8_load_dh(pass, panel, t->feature, t->features, 1.0f, at->product);
+        return;
+    }
     for (int64_t i = 0; i < panel->count; i++)
         moe_load_row(at->product + i * t->features, pass->dh, (panel->row + i) * p->h_width + t->feature,
                      t->features, p->layer.dtype);
@@ -140,6 +156,7 @@ static void dw1_tile(const moe_cpu_pass *pass, const smoe_backward_args *args, c
     const moe_problem *p = pass->problem;
     const int64_t d = p->layer.hidden;
     const moe_cpu_panels at = moe_cpu_panels_of(pass);
+    const moe_cpu_f8_tile f8 = f8_tile(MOE_F8_OF_DW1, t);
     const int with_matrix = args->dw1 != NULL, with_bias = args->db1 && t->hidden == 0;
     if (!with_matrix && !with_bias) return;
     float *bias = at.row + 2 * moe_max(p->h_width, d);
@@ -148,14 +165,16 @@ static void dw1_tile(const moe_cpu_pass *pass, const smoe_backward_args *args, c
     moe_row_panel panel;
     for (int more = moe_first_row_panel(pass, t->expert, &panel); more;
          more = moe_next_row_panel(pass, &panel)) {
+        if (with_matrix && moe_cpu_dw_is_f8(pass)) moe_cpu_f8_add_to_tile(pass, &panel, &f8, &at);
         load_dh(pass, &panel, t, &at);
-        if (with_matrix) {
+        if (with_matrix && !moe_cpu_dw_is_f8(pass)) {
             moe_gather_tokens(pass, &panel, args->x, t->hidden, t->hiddens, at.gathered);
             moe_sgemm(1, 0, t->features, t->hiddens, panel.count, at.product, t->features, at.gathered,
                       t->hiddens, 1.0f, at.tile, t->hiddens);
         }
         if (with_bias) add_column_sums(bias, at.row, at.product, panel.count, t->features, NULL);
     }
+    if (with_matrix && moe_cpu_dw_is_f8(pass)) moe_cpu_f8_scale_tile(pass, &f8, at.tile);
     for (int64_t j = 0; j < t->features; j++) {
         const int64_t w1_row = t->expert * p->h_width + moe_w1_row(p, t->feature + j);
         if (with_matrix) give_row(p, args->dw1, w1_row * d + t->hidden, at.tile + j * t->hiddens, t->hiddens);

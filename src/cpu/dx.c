@@ -15,12 +15,10 @@ static void multiply(const moe_cpu_pass *pass, const void *w1, const moe_row_pan
                      int64_t columns, float *dx, const moe_cpu_panels *at)
 {
     const moe_problem *p = pass->problem;
-    const int64_t d = p->layer.hidden, first_row = panel->expert * p->h_width;
     for (int64_t j = 0, next; j < p->h_width; j = next) {
         next = moe_w1_run_end(p, j);
         int64_t ld;
-        const float *w = moe_weights_f32(at->weights, w1, (first_row + moe_w1_row(p, j)) * d + column,
-                                         next - j, moe_w1_step(p) * d, columns, p->layer.dtype, &ld);
+        const float *w = moe_cpu_w1(pass, w1, panel->expert, j, next - j, column, columns, at->weights, &ld);
         moe_sgemm(0, 0, panel->count, columns, next - j, at->gathered + j, p->h_width, w, ld,
                   j > 0 ? 1.0f : 0.0f, dx, p->chunk_columns);
     }
@@ -32,7 +30,11 @@ static void dx_rows_panel(const moe_cpu_pass *pass, const smoe_backward_args *ar
     const moe_problem *p = pass->problem;
     const int64_t end = moe_min(first_column + p->chunk_columns, p->layer.hidden);
     const moe_cpu_panels at = moe_cpu_panels_of(pass);
-    moe_load_row(at.gathered, pass->dh, panel->row * p->h_width, panel->count * p->h_width, p->layer.dtype);
+    if (moe_cpu_is_f8(pass))
+        moe_cpu_f8_load_dh(pass, panel, 0, p->h_width, pass->f8.weights.scale1[panel->expert], at.gathered);
+    else
+        moe_load_row(at.gathered, pass->dh, panel->row * p->h_width, panel->count * p->h_width,
+                     p->layer.dtype);
     for (int64_t column = first_column; column < end; column += MOE_PANEL_COLUMNS) {
         float *dx = pass->chunk + panel->row * p->chunk_columns + (column - first_column);
         const int64_t columns = moe_min(MOE_PANEL_COLUMNS, end - column);

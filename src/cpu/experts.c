@@ -52,7 +52,7 @@ static int64_t panel_rows(const moe_problem *p)
  * columns, or of Wr by 64 columns. */
 static int64_t weight_floats(const moe_problem *p)
 {
-    if (p->layer.dtype == SMOE_TYPE_F32) return 0;
+    if (p->layer.dtype == SMOE_TYPE_F32 && p->compute == SMOE_COMPUTE_STORAGE) return 0;
     const int64_t by_features = moe_min(MOE_PANEL_FEATURES, p->h_width) * p->layer.hidden;
     const int64_t by_columns = MOE_PANEL_COLUMNS * moe_max(p->h_width, p->layer.experts);
     return moe_max(by_features, by_columns);
@@ -83,17 +83,25 @@ static void carve_threads(moe_cpu_pass *pass, carver *at)
     pass->bytes = at->used;
 }
 
+static void carve_f8(moe_cpu_pass *pass, carver *at, int backward)
+{
+    if (!moe_cpu_is_f8(pass)) return;
+    carve(at, moe_cpu_f8_lay_out(pass, at->base ? at->base + at->used : NULL, backward));
+    pass->bytes = at->used;
+}
+
 moe_cpu_pass moe_cpu_forward_pass(const smoe_context *context, const moe_problem *problem,
                                   const moe_plan_arrays *plan, void *scratch, void *stream)
 {
     const moe_problem *p = problem;
     moe_cpu_pass pass = {.context = context, .problem = problem, .plan = plan, .stream = stream};
     carver at = {scratch, 0};
-    if (p->layer.inference)
+    if (p->layer.inference && !moe_cpu_is_f8(&pass))
         pass.a = carve(&at, (uint64_t)(rows_here(p) * p->layer.intermediate * p->element));
     pass.past = carve_past(p, &at);
     pass.chunk = carve_floats(&at, rows_here(p) * p->chunk_columns);
     carve_threads(&pass, &at);
+    carve_f8(&pass, &at, 0);
     return pass;
 }
 
@@ -105,7 +113,7 @@ moe_cpu_pass moe_cpu_backward_pass(const smoe_context *context, const moe_proble
     carver at = {scratch, 0};
     if (p->layer.reuse_saved)
         pass.dh = plan ? plan->h : NULL;
-    else
+    else if (!moe_cpu_dw_is_f8(&pass))
         pass.dh = carve(&at, (uint64_t)(rows_here(p) * p->h_width * p->element));
     pass.past = carve_past(p, &at);
     pass.ds = carve_floats(&at, p->padded_rows);
@@ -120,6 +128,7 @@ moe_cpu_pass moe_cpu_backward_pass(const smoe_context *context, const moe_proble
     pass.chunk = carve(&at, shared);
     pass.router = pass.chunk;
     carve_threads(&pass, &at);
+    carve_f8(&pass, &at, 1);
     return pass;
 }
 
@@ -197,4 +206,33 @@ const float *moe_weights_f32(float *panel, const void *weights, int64_t first_el
         moe_load_row(panel + i * columns, weights, first_element + i * row_step, columns, type);
     *ld = columns;
     return panel;
+}
+
+static const float *decoded_f32(float *panel, const uint8_t *bytes, int64_t rows, int64_t row_step,
+                                int64_t columns, int64_t *ld)
+{
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < columns; j++) panel[i * columns + j] = moe_f8_value(bytes[i * row_step + j]);
+    *ld = columns;
+    return panel;
+}
+
+const float *moe_cpu_w1(const moe_cpu_pass *pass, const void *w1, int64_t expert, int64_t j, int64_t rows,
+                        int64_t column, int64_t columns, float *panel, int64_t *ld)
+{
+    const moe_problem *p = pass->problem;
+    const int64_t d = p->layer.hidden, first_row = expert * p->h_width;
+    if (moe_cpu_is_f8(pass))
+        return decoded_f32(panel, pass->f8.weights.w1 + (first_row + j) * d + column, rows, d, columns, ld);
+    return moe_weights_f32(panel, w1, (first_row + moe_w1_row(p, j)) * d + column, rows, moe_w1_step(p) * d,
+                           columns, p->layer.dtype, ld);
+}
+
+const float *moe_cpu_w2(const moe_cpu_pass *pass, const void *w2, int64_t expert, int64_t row, int64_t rows,
+                        int64_t column, int64_t columns, float *panel, int64_t *ld)
+{
+    const smoe_layer *layer = &pass->problem->layer;
+    const int64_t n = layer->intermediate, first = (expert * layer->hidden + row) * n + column;
+    if (moe_cpu_is_f8(pass)) return decoded_f32(panel, pass->f8.weights.w2 + first, rows, n, columns, ld);
+    return moe_weights_f32(panel, w2, first, rows, n, columns, layer->dtype, ld);
 }

@@ -9,6 +9,7 @@
 #define SMOE_CPU_EXPERTS_H
 
 #include "cpu.h"
+#include "f8.h"
 
 enum {
     MOE_PANEL_ROWS = 256,     /* rows of an expert, or tokens, in one work item */
@@ -17,6 +18,23 @@ enum {
     MOE_TILE_HIDDEN = 512     /* the most d columns of a tile of dW */
 };
 
+/* What fp8 adds to a pass (f8.h has shapes and equations). NULL where the pass does not need it. */
+typedef struct moe_cpu_f8 {
+    moe_f8_weights weights;
+    uint8_t *x, *dout;           /* (T, d) */
+    float *scale_x, *scale_dout; /* (T) */
+    uint8_t *a;                  /* forward: (padded_rows, n) */
+    float *scale_a;              /* (padded_rows, groups of A) */
+    uint8_t *dh;                 /* backward: (padded_rows, h_width) */
+    float *scale_dh;             /* (padded_rows, groups of dH) */
+    /* What dw reads with SMOE_COMPUTE_F8: of dH, then of A' */
+    uint8_t *rows[2];     /* (padded_rows, h_width), (padded_rows, n) */
+    int32_t *exponent[2]; /* (padded_rows, groups of dH): w */
+    int32_t *largest[2];  /* (E, groups of dH): C */
+    int32_t *expected[2]; /* (E) */
+} moe_cpu_f8;
+enum { MOE_F8_OF_DW1 = 0, MOE_F8_OF_DW2 = 1 };
+
 /* The parts of scratch, and what the stages of one pass read. From `panels` on each thread has `panel_bytes`,
  * which moe_cpu_panels_of divides. */
 typedef struct moe_cpu_pass {
@@ -24,9 +42,10 @@ typedef struct moe_cpu_pass {
     const moe_problem *problem;
     const moe_plan_arrays *plan;
     void *stream;
-    void *a;           /* inference: (padded_rows, n) dtype */
+    void *a;           /* inference without fp8: (padded_rows, n) dtype */
     char *past;        /* H from row kept_rows on, (padded_rows - kept_rows, h_width) dtype */
-    void *dh;          /* backward: (padded_rows, h_width) dtype; H's own place with reuse_saved */
+    void *dh;          /* backward: (padded_rows, h_width) dtype; H's own place with reuse_saved; NULL with
+                          SMOE_COMPUTE_F8 */
     float *chunk;      /* Y or dX~, (padded_rows, chunk_columns) */
     float *ds;         /* backward: (padded_rows), 0 in pad rows */
     float *q1, *q2;    /* backward with LoRA: (padded_rows, r1) and (padded_rows, r2) */
@@ -34,6 +53,7 @@ typedef struct moe_cpu_pass {
     const smoe_ep *ep; /* collect_backward: dX is the sum of what ranks returned; else NULL */
     void *router;      /* backward from logits: the router's work space, in the memory of `chunk`, which
                           is used later */
+    moe_cpu_f8 f8;
     char *panels;
     uint64_t panel_bytes; /* of one thread */
     uint64_t bytes;       /* of all */
@@ -43,7 +63,7 @@ typedef struct moe_cpu_pass {
 typedef struct moe_cpu_panels {
     float *gathered; /* (256, d or n or h_width); in dx the router's term (256, chunk_columns) */
     float *product;  /* (256, h_width) */
-    float *weights;  /* a panel of weights in f32; only for bf16 */
+    float *weights;  /* a panel of weights in f32; only for bf16 and fp8 */
     float *tile;     /* backward: a tile of dW, (512, 256) */
     float *row;      /* 3 rows of max(h_width, d) */
     float *low;      /* LoRA: (256, r) of P1, P2, Q1 or Q2, where r is the larger rank */
@@ -56,6 +76,17 @@ moe_cpu_pass moe_cpu_forward_pass(const smoe_context *context, const moe_problem
                                   const moe_plan_arrays *plan, void *scratch, void *stream);
 moe_cpu_pass moe_cpu_backward_pass(const smoe_context *context, const moe_problem *problem,
                                    const moe_plan_arrays *plan, void *scratch, void *stream);
+
+static inline int moe_cpu_is_f8(const moe_cpu_pass *pass)
+{
+    return pass->problem->compute != SMOE_COMPUTE_STORAGE;
+}
+
+/* Are dw2 and dw1 computed in fp8 too? */
+static inline int moe_cpu_dw_is_f8(const moe_cpu_pass *pass)
+{
+    return pass->problem->compute == SMOE_COMPUTE_F8;
+}
 
 /* The calling thread's panels, inside a parallel region of context->threads. */
 moe_cpu_panels moe_cpu_panels_of(const moe_cpu_pass *pass);
@@ -97,6 +128,14 @@ static inline void *moe_h_of_row(const moe_cpu_pass *pass, int64_t row)
  * the stride of the result. */
 const float *moe_weights_f32(float *panel, const void *weights, int64_t first_element, int64_t rows,
                              int64_t row_step, int64_t columns, smoe_type type, int64_t *ld);
+
+/* Rows of W1[e] for columns j .. j + rows - 1 of H, at most up to moe_w1_run_end, and rows of W2[e] from
+ * `row` on; `columns` columns from `column` on, in f32. With fp8 the decoded bytes, without their scale. As
+ * for moe_weights_f32. */
+const float *moe_cpu_w1(const moe_cpu_pass *pass, const void *w1, int64_t expert, int64_t j, int64_t rows,
+                        int64_t column, int64_t columns, float *panel, int64_t *ld);
+const float *moe_cpu_w2(const moe_cpu_pass *pass, const void *w2, int64_t expert, int64_t row, int64_t rows,
+                        int64_t column, int64_t columns, float *panel, int64_t *ld);
 
 /* Which row of W1[e] gives column j of H, and how many rows after it is the row of the next column. This step
  * is the same up to column moe_w1_run_end. */
@@ -154,6 +193,48 @@ void moe_cpu_lora1(const moe_cpu_pass *pass, const smoe_backward_args *args);
 /* dx (count, chunk_columns) += Q1 A1 for `columns` columns from `column` on */
 void moe_cpu_lora_dx(const moe_cpu_pass *pass, const smoe_backward_args *args, const moe_row_panel *panel,
                      int64_t column, int64_t columns, const moe_cpu_panels *at, float *dx);
+
+/* ---- fp8: f8_operands.c has what is quantised for the GEMMs of rows, f8_dw.c what dw reads ---- */
+
+/* The fields of pass->f8 in scratch, and their bytes. With scratch NULL only the bytes are valid. */
+uint64_t moe_cpu_f8_lay_out(moe_cpu_pass *pass, void *scratch, int backward);
+
+/* to (T, d), scales (T) = the quantised rows of X or dO */
+void moe_cpu_f8_quantize_tokens(const moe_cpu_pass *pass, const void *from, uint8_t *to, float *scales);
+
+/* to (count, d) = the tokens' rows of X (or of dO), times the scale of W1[e] (of W2[e]) */
+void moe_cpu_f8_gather_x(const moe_cpu_pass *pass, const moe_row_panel *panel, float *to);
+void moe_cpu_f8_gather_dout(const moe_cpu_pass *pass, const moe_row_panel *panel, float *to);
+
+/* Quantises A of h (count, h_width), which is rounded to dtype; to (count, n) = A times the scale of W2[e].
+ */
+void moe_cpu_f8_store_a(const moe_cpu_pass *pass, const moe_row_panel *panel, float *h, float *a);
+void moe_cpu_f8_load_a(const moe_cpu_pass *pass, const moe_row_panel *panel, float *to);
+
+/* Quantises a row of dH (h_width); to (count, columns) = columns of dH from `column` on, times `factor`. */
+void moe_cpu_f8_store_dh(const moe_cpu_pass *pass, int64_t row, const float *dh);
+void moe_cpu_f8_load_dh(const moe_cpu_pass *pass, const moe_row_panel *panel, int64_t column, int64_t columns,
+                        float factor, float *to);
+
+/* Before the rows are stored: the expected exponents of all experts. After: the largest of each expert. */
+void moe_cpu_f8_expect(const moe_cpu_pass *pass);
+void moe_cpu_f8_find_largest(const moe_cpu_pass *pass);
+
+/* Stores a row for dw: `which` is MOE_F8_OF_DW1 and values dH (h_width), or MOE_F8_OF_DW2 and A' (n). */
+void moe_cpu_f8_store_row(const moe_cpu_pass *pass, int which, int64_t row, int64_t expert,
+                          const float *values);
+
+/* A tile of dW: `features` columns of dH or A' from `feature` on, `hiddens` of d from `hidden` on. */
+typedef struct moe_cpu_f8_tile {
+    int which;
+    int64_t expert, hidden, hiddens, feature, features;
+} moe_cpu_f8_tile;
+
+/* at->tile += the panel's products; (features, hiddens) for dW1, (hiddens, features) for dW2. After the last
+ * panel the tile is multiplied by its scales. */
+void moe_cpu_f8_add_to_tile(const moe_cpu_pass *pass, const moe_row_panel *panel, const moe_cpu_f8_tile *t,
+                            const moe_cpu_panels *at);
+void moe_cpu_f8_scale_tile(const moe_cpu_pass *pass, const moe_cpu_f8_tile *t, float *tile);
 
 /* ---- The stages ---- */
 

@@ -3,10 +3,12 @@
  * wanted gradient needs it. With LoRA dA2, dB2 and Q2 come before dh, for the same reason, and dA1, dB1 and
  * Q1 after dw1.
  *
+ * With SMOE_COMPUTE_F8 dh runs first, because it stores what dw2 reads.
+ *
  * Scratch: dH (padded_rows, h_width) dtype unless reuse_saved; dX~ of one chunk, padded_rows chunk_columns 4
  * bytes (before it, in the same place, the router's work space); dS; with LoRA Q1 and Q2 in f32; from logits
  * dlogits (T, E) f32; and each thread's panels: 256 (max(d, h_width) + h_width) floats, a tile of 512 by 256,
- * for bf16 256 d floats of weights as well. */
+ * for bf16 256 d floats of weights as well. With fp8 also what is quantised (moe_cpu_f8). */
 #include "blas.h"
 #include "convert.h"
 #include "experts.h"
@@ -72,17 +74,34 @@ void moe_cpu_give_weight_gradients(const moe_cpu_pass *pass, const smoe_backward
     }
 }
 
-smoe_status moe_cpu_backward(smoe_context *context, const moe_problem *problem,
-                             const smoe_backward_args *args, const moe_plan_arrays *plan, int with_router,
-                             void *stream)
+/* Quantises dO, and for dw X. What dw does not read is not stored. */
+static void start_f8(moe_cpu_pass *pass, const smoe_backward_args *args)
 {
-    const moe_cpu_pass pass = moe_cpu_backward_pass(context, problem, plan, args->scratch, stream);
+    moe_cpu_f8 *f8 = &pass->f8;
+    moe_cpu_f8_quantize_tokens(pass, args->dout, f8->dout, f8->scale_dout);
+    if (!args->dw1) f8->rows[MOE_F8_OF_DW1] = NULL;
+    if (!args->dw2) f8->rows[MOE_F8_OF_DW2] = NULL;
+    if (!f8->rows[MOE_F8_OF_DW1] && !f8->rows[MOE_F8_OF_DW2]) return;
+    moe_cpu_f8_quantize_tokens(pass, args->x, f8->x, f8->scale_x);
+    moe_cpu_f8_expect(pass);
+}
+
+smoe_status moe_cpu_backward(smoe_context *context, const moe_problem *problem,
+                             const smoe_backward_args *args, const void *weights_f8,
+                             const moe_plan_arrays *plan, int with_router, void *stream)
+{
+    moe_cpu_pass pass = moe_cpu_backward_pass(context, problem, plan, args->scratch, stream);
+    pass.f8.weights = moe_f8_weights_at(problem, weights_f8);
     moe_blas_enter();
     const smoe_layer *layer = &problem->layer;
-    const int dh = moe_wants_ds(layer, args, with_router) || moe_wants_dh(args);
-    if (moe_wants_dw2(args)) moe_cpu_dw2(&pass, args);
+    const int dw_is_f8 = moe_cpu_dw_is_f8(&pass);
+    const int dh = moe_wants_ds(layer, args, with_router) || moe_wants_dh(args) || (dw_is_f8 && args->dw2);
+    if (moe_wants_dw2(args) && !dw_is_f8) moe_cpu_dw2(&pass, args);
     if (dh && layer->lora_rank2) moe_cpu_lora2(&pass, args);
+    if (dh && moe_cpu_is_f8(&pass)) start_f8(&pass, args);
     if (dh) moe_cpu_dh(&pass, args);
+    if (dh && dw_is_f8) moe_cpu_f8_find_largest(&pass);
+    if (moe_wants_dw2(args) && dw_is_f8) moe_cpu_dw2(&pass, args);
     moe_cpu_give_weight_gradients(&pass, args);
     if (with_router)
         moe_cpu_router_backward(context, problem, args, plan, pass.ds, pass.dlogits, pass.router, stream);

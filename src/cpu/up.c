@@ -2,6 +2,8 @@
  * A[r] = act(H[r]) is stored as dtype in scratch instead. It is computed from H rounded to dtype, so that
  * inference gives the same output bits.
  *
+ * With fp8 X and W1 are decoded from bytes, and A is quantised to scratch, for inference or not.
+ *
  * A work item is a row panel: up to 256 rows of X are gathered (256, d) and multiplied by rows of W1, 256
  * columns of H at a time. */
 #include "activation.h"
@@ -31,12 +33,11 @@ static void multiply(const moe_cpu_pass *pass, const smoe_forward_args *args, co
                      const moe_cpu_panels *at)
 {
     const moe_problem *p = pass->problem;
-    const int64_t d = p->layer.hidden, first_row = panel->expert * p->h_width;
+    const int64_t d = p->layer.hidden;
     for (int64_t j = 0, next; j < p->h_width; j = next) {
         next = moe_min(j + MOE_PANEL_FEATURES, moe_w1_run_end(p, j));
         int64_t ld;
-        const float *w1 = moe_weights_f32(at->weights, args->w1, (first_row + moe_w1_row(p, j)) * d, next - j,
-                                          moe_w1_step(p) * d, d, p->layer.dtype, &ld);
+        const float *w1 = moe_cpu_w1(pass, args->w1, panel->expert, j, next - j, 0, d, at->weights, &ld);
         moe_sgemm(0, 1, panel->count, next - j, d, at->gathered, d, w1, ld, args->b1 ? 1.0f : 0.0f,
                   at->product + j, p->h_width);
     }
@@ -67,14 +68,19 @@ static void up_panel(const moe_cpu_pass *pass, const smoe_forward_args *args, co
                      int64_t first)
 {
     const moe_cpu_panels at = moe_cpu_panels_of(pass);
-    moe_gather_tokens(pass, panel, args->x, 0, pass->problem->layer.hidden, at.gathered);
+    if (moe_cpu_is_f8(pass))
+        moe_cpu_f8_gather_x(pass, panel, at.gathered);
+    else
+        moe_gather_tokens(pass, panel, args->x, 0, pass->problem->layer.hidden, at.gathered);
     if (args->b1) spread_bias(pass, panel, args->b1, &at);
     multiply(pass, args, panel, &at);
     if (pass->problem->layer.lora_rank1) moe_cpu_lora_up(pass, args, panel, &at);
-    if (pass->problem->layer.inference)
+    const int inference = pass->problem->layer.inference;
+    if (!inference) store_h(pass, panel, at.product, first);
+    if (moe_cpu_is_f8(pass))
+        moe_cpu_f8_store_a(pass, panel, at.product, at.row);
+    else if (inference)
         store_a(pass, panel, &at);
-    else
-        store_h(pass, panel, at.product, first);
 }
 
 /* A panel that begins before `first` is multiplied as a whole: the last bits of a product depend on how many
