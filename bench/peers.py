@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares smoe with SonicMoE, ScatterMoE, MoMoE, Liger, torch's grouped_mm, Transformers' experts and cuBLAS's batched GEMMs.
+"""Compares smoe with SonicMoE, ScatterMoE, MoMoE, Liger, DeepGEMM, torch's grouped_mm, Transformers' experts and cuBLAS's batched GEMMs.
 All get the same tensors and run by turns. docs/peers.md describes the method and the tables.
 
     bench/peers.py                                        # the paper's layers: experts on given routing

@@ -8,9 +8,12 @@ import contextlib
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+
+from . import deepgemm
 
 
 class Job:
@@ -223,6 +226,24 @@ class Liger(Implementation):
         return lambda x, ids, weights: self.function.apply(x, w1, w2, ids, weights)
 
 
+class DeepGemm(Implementation):
+    """DeepGEMM's grouped GEMMs, and what is around them (deepgemm.py)."""
+
+    name, packages, install = "deepgemm", ("sgl-deep-gemm", "torch"), "pip install sgl-deep-gemm==0.2.5"
+
+    def load(self):
+        import deep_gemm
+
+        self.use(deep_gemm, torch.compile)
+
+    def use(self, gemm, compiled):
+        functions = (deepgemm.gather, deepgemm.activate, deepgemm.activate_backward, deepgemm.scatter)
+        self.made = SimpleNamespace(gemm=gemm, sort=deepgemm.sort, **{one.__name__: compiled(one) for one in functions})
+
+    def bind(self, shape, w1, w2):
+        return lambda x, ids, weights: deepgemm.Experts.apply(x, ids, weights, w1, w2, self.made)
+
+
 class ByMmaSync:
     """The same implementation in a process whose variables make Triton multiply by mma.sync (processes.py)."""
 
@@ -358,6 +379,6 @@ ALL = {
     made.name: made
     for made in (
         Smoe(), SmoeConcatenated(), SmoePortable(), SonicMoe(), ScatterMoe(), ScatterMoeMma(), Momoe(), MomoeMma(), Liger(),
-        LigerMma(), GroupedMm(), Transformers(), Loop(), Bound()
+        LigerMma(), DeepGemm(), GroupedMm(), Transformers(), Loop(), Bound()
     )
 }  # fmt: skip

@@ -14,7 +14,7 @@ from conftest import make_layer
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
-from comparison import implementations, inputs, measured, reference, run, step, suites, timing, worker  # noqa: E402
+from comparison import deepgemm, implementations, inputs, measured, reference, run, step, suites, timing, worker  # noqa: E402
 
 TINY = suites.TINY[0]
 
@@ -59,13 +59,49 @@ def test_layouts_hold_the_same_rows(tiny, w1_layout, w2_layout):
     assert inputs.arrange_w2(tiny.w2, w2_layout).shape == ((8, 32, 64) if w2_layout else (8, 64, 32))
 
 
-@pytest.mark.parametrize("name", ["smoe", "smoe-concatenated", "transformers", "loop"])
+class GroupedGemms:
+    """DeepGEMM's functions that the arm calls, and what they demand on Hopper. A block is computed if its first row has an
+    expert. Other rows stay NaN."""
+
+    ALIGNMENT = 8
+
+    def get_mk_alignment_for_contiguous_layout(self):
+        return self.ALIGNMENT
+
+    def m_grouped_bf16_gemm_nt_contiguous(self, a, b, d, grouped_layout):
+        assert a.is_contiguous() and d.is_contiguous() and grouped_layout.is_contiguous() and a.dtype == b.dtype == d.dtype
+        assert grouped_layout.dtype == torch.int32 and grouped_layout.shape == (len(a),) and len(a) % self.ALIGNMENT == 0
+        assert d.shape == (len(a), b.shape[1]) and a.shape[1] == b.shape[2]
+        d.fill_(torch.nan)
+        for start in range(0, len(a), self.ALIGNMENT):
+            block = slice(start, start + self.ALIGNMENT)
+            group = int(grouped_layout[start])
+            assert set(grouped_layout[block].tolist()) <= {group, -1}
+            if group >= 0:
+                d[block] = a[block] @ b[group].T
+
+    def m_grouped_bf16_gemm_nn_contiguous(self, a, b, d, grouped_layout):
+        self.m_grouped_bf16_gemm_nt_contiguous(a, b.transpose(1, 2), d, grouped_layout)
+
+    def k_grouped_bf16_gemm_tn_contiguous(self, a, b, d, ks, grouped_layout, c):
+        assert a.is_contiguous() and b.is_contiguous() and a.dtype == b.dtype
+        assert c is d and d.is_contiguous() and d.dtype == torch.float32 and d.shape == (len(ks), a.shape[1], b.shape[1])
+        assert grouped_layout.dtype == torch.int32 and grouped_layout.tolist() == ks and sum(ks) == len(a) == len(b)
+        assert all(type(k) is int and k % self.ALIGNMENT == 0 for k in ks)
+        for group, (left, right) in enumerate(zip(a.split(ks), b.split(ks), strict=True)):
+            d[group] += left.T.float() @ right.float()
+
+
+@pytest.mark.parametrize("name", ["smoe", "smoe-concatenated", "transformers", "loop", "deepgemm"])
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_implementations_on_the_cpu(tiny, name, dtype, limit):
     if name == "transformers":
         pytest.importorskip(name)
     implementation = implementations.ALL[name]
-    implementation.load()
+    if name == "deepgemm":
+        implementation.use(GroupedGemms(), lambda function: function)
+    else:
+        implementation.load()
     given = inputs.Inputs(TINY, "cpu", dtype, seed=3)
     one = measured.Measured(implementation, given, "experts")
     times, out, gradients = one.first_call(timing.CpuClock())
@@ -80,6 +116,19 @@ def test_implementations_on_the_cpu(tiny, name, dtype, limit):
     for mine, theirs in zip(gradients[::3], wanted[::3], strict=True):  # of x and of the router
         assert (mine - theirs).norm() < (0.05 if dtype is torch.bfloat16 else 1e-4) * theirs.norm()
     assert measured.new_t_seconds(implementation, given, "experts", timing.CpuClock()) > 0
+
+
+@pytest.mark.parametrize("ids", [[[3, 0]], [[2, 5], [2, 1], [5, 2]], [[0, 1]] * 20])
+def test_rows_of_deepgemm(ids):
+    """Experts without a row, and one with more than a block: each row's token and expert, and room for any counts."""
+    ids = torch.tensor(ids)
+    rows = deepgemm.sort(ids, 6, 8)
+    counts = ids.flatten().bincount(minlength=6)
+    assert rows.padded.tolist() == [-(-count // 8) * 8 for count in counts.tolist()]
+    assert rows.padded.sum() <= len(rows.token) <= rows.padded.sum() + 8 * ids.numel() and len(rows.token) % 8 == 0
+    assert torch.equal(rows.token[rows.place], torch.arange(len(ids))[:, None].expand_as(ids))
+    assert torch.equal(rows.expert[rows.place].long(), ids) and (rows.token >= 0).sum() == ids.numel()
+    assert torch.equal(rows.token < 0, rows.expert < 0)
 
 
 def test_the_portable_kernels_have_turns_of_their_own(monkeypatch, tiny):
