@@ -60,6 +60,7 @@ enum {
     MOE_F8_MULTIPLE = 16, /* of d and n: TMA takes row strides that are multiples of 16 bytes */
     MOE_F8_A_FEATURES = 128,
     MOE_F8_DH_FEATURES = 256,
+    MOE_F8_WORK_BYTES = 32,
     MOE_F8_NAN = 0x7f,
     MOE_F8_MAX = 0x7e /* 448 */
 };
@@ -210,6 +211,7 @@ typedef struct moe_f8_weights {
     uint8_t *w2_t; /* (E, n, d) */
     float *scale1; /* (E) */
     float *scale2; /* (E) */
+    void *work;    /* (E, MOE_F8_WORK_BYTES), of the CUDA backend while it quantises */
     uint64_t bytes;
 } moe_f8_weights;
 
@@ -223,7 +225,7 @@ static inline moe_f8_weights moe_f8_weights_at(const moe_problem *problem, const
     const uint64_t scales = moe_align_up(experts * sizeof(float));
     char *at = (char *)(uintptr_t)buffer;
     moe_f8_weights w = {0};
-    w.bytes = 2 * w1 + 2 * w2 + 2 * scales;
+    w.bytes = 2 * w1 + 2 * w2 + 2 * scales + moe_align_up(experts * MOE_F8_WORK_BYTES);
     if (!buffer) return w;
     w.w1 = (uint8_t *)at;
     w.w1_t = w.w1 + w1;
@@ -231,6 +233,7 @@ static inline moe_f8_weights moe_f8_weights_at(const moe_problem *problem, const
     w.w2_t = w.w2 + w2;
     w.scale1 = (float *)(at + 2 * w1 + 2 * w2);
     w.scale2 = (float *)(at + 2 * w1 + 2 * w2 + scales);
+    w.work = at + 2 * w1 + 2 * w2 + 2 * scales;
     return w;
 }
 

@@ -36,7 +36,7 @@ if [ $# -gt 2 ]; then
         "$compiler" -std=c++17 -w -fsyntax-only "$@" -I"$source/tests/cuda/emulator" -I"$converted" -I"$source/src/cuda" \
             -I"$source/src" -I"$source/include" -isystem "$toolkit"
     }
-    for kernel in sm90/experts/up sm90/experts/dh sm90/experts/few_rows sm80/experts/up sm80/experts/dh; do
+    for kernel in sm90/experts/up sm90/experts/up_f8 sm90/experts/dh sm90/experts/few_rows sm80/experts/up sm80/experts/dh; do
         file=$converted/$kernel.cpp
         accepted compile "$file"
         refused trial_curve compile -I"$folder/enum" -I"$folder/list" "$file"

@@ -188,7 +188,8 @@ static void parts_of_the_weights(void **state)
     assert_int_equal(w.w2_t - w.w2, 2304);
     assert_int_equal((uint8_t *)w.scale1 - w.w2_t, 2304);
     assert_int_equal((uint8_t *)w.scale2 - (uint8_t *)w.scale1, 256);
-    assert_int_equal(w.bytes, 2 * 4608 + 2 * 2304 + 512);
+    assert_int_equal((uint8_t *)w.work - (uint8_t *)w.scale2, 256);
+    assert_int_equal(w.bytes, 2 * 4608 + 2 * 2304 + 512 + 256);
     assert_int_equal(moe_f8_weights_at(&problem, NULL).bytes, w.bytes);
     assert_int_equal(moe_f8_groups(256, MOE_F8_A_FEATURES), 2);
     assert_int_equal(moe_f8_groups(272, MOE_F8_DH_FEATURES), 2);

@@ -352,6 +352,16 @@ MOE_DEVICE void write_half(const float *acc, const shared_layout &shared, int co
     if (lane == 0) barrier_arrive(shared.buffer_full(consumer));
 }
 
+// An item of which this consumer has no block: it only releases the slices.
+template <int SLICES>
+MOE_DEVICE void pass_over(const shared_layout &shared, slice_set<SLICES> weights, int lane)
+{
+    for (int j = 0; j < SLICES; j++) {
+        barrier_wait(shared.slice_full(weights.first + j), weights.phase);
+        if (lane == 0) barrier_arrive(shared.slice_empty(weights.first + j));
+    }
+}
+
 template <typename T, int SLICES, class P>
 MOE_DEVICE void multiply_blocks(item_walk<P> walk, const shared_layout &shared, int consumer, int lane)
 {
@@ -361,11 +371,7 @@ MOE_DEVICE void multiply_blocks(item_walk<P> walk, const shared_layout &shared, 
     for (item it; walk.next(it); done += it.blocks, items++) {
         const slice_set<SLICES> weights(items);
         const int own = (consumer - done) & 1;
-        if (own >= it.blocks) // this consumer has no block of this item: it only releases the slices
-            for (int j = 0; j < SLICES; j++) {
-                barrier_wait(shared.slice_full(weights.first + j), weights.phase);
-                if (lane == 0) barrier_arrive(shared.slice_empty(weights.first + j));
-            }
+        if (own >= it.blocks) pass_over(shared, weights, lane);
         for (int block = own; block < it.blocks; block += 2) {
             ring_position<SLOTS> ring(0);
             ring.advance((done + block) * SLICES % (2 * SLOTS));
@@ -377,27 +383,31 @@ MOE_DEVICE void multiply_blocks(item_walk<P> walk, const shared_layout &shared, 
     }
 }
 
+// By one thread.
+MOE_DEVICE void init_barriers(const shared_layout &shared)
+{
+    for (int i = 0; i < SLOTS; i++) {
+        barrier_init(shared.full(i), 1);
+        barrier_init(shared.empty(i), 4); // the warps of the consumer whose block it is
+    }
+    for (int i = 0; i < MOST_SLICES; i++) {
+        barrier_init(shared.slice_full(i), 1);
+        barrier_init(shared.slice_empty(i), 8);
+    }
+    for (int i = 0; i < 2; i++) {
+        barrier_init(shared.buffer_full(i), 4);
+        barrier_init(shared.buffer_empty(i), 1);
+    }
+    barrier_init_done();
+}
+
 template <typename T, int SLICES, class P>
 __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p)
 {
     extern __shared__ __align__(1024) char memory[];
     const shared_layout shared = {shared_address(memory)};
     const int warp = warp_number(), lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < SLOTS; i++) {
-            barrier_init(shared.full(i), 1);
-            barrier_init(shared.empty(i), 4); // the warps of the consumer whose block it is
-        }
-        for (int i = 0; i < MOST_SLICES; i++) {
-            barrier_init(shared.slice_full(i), 1);
-            barrier_init(shared.slice_empty(i), 8);
-        }
-        for (int i = 0; i < 2; i++) {
-            barrier_init(shared.buffer_full(i), 4);
-            barrier_init(shared.buffer_empty(i), 1);
-        }
-        barrier_init_done();
-    }
+    if (threadIdx.x == 0) init_barriers(shared);
     const int pieces = __ldg(p.lists.counts + 1),
               column_tiles = (p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS;
     int *before = (int *)memory; // until the first slice is loaded

@@ -2,6 +2,7 @@
 #include "sm90/kernels.h"
 #include "schedule/few_rows.h"
 #include "schedule/weight_tiles.h"
+#include "sm90/f8_kernels.h"
 #include "tma/tensor_map.h"
 
 static int serves(int major, int minor)
@@ -16,9 +17,10 @@ static int few_rows(int64_t rows, int64_t experts)
 
 static cudaError_t init(const moe_device *device, void *state)
 {
-    cudaError_t (*const inits[])(const moe_device *) = {moe_sm90_up_init,       moe_sm90_down_init,
-                                                        moe_sm90_few_rows_init, moe_sm90_dh_init,
-                                                        moe_sm90_dw_init,       moe_sm90_dx_rows_init};
+    cudaError_t (*const inits[])(const moe_device *) = {
+        moe_sm90_up_init,    moe_sm90_down_init,    moe_sm90_few_rows_init,
+        moe_sm90_dh_init,    moe_sm90_dw_init,      moe_sm90_dx_rows_init,
+        moe_sm90_f8_up_init, moe_sm90_f8_down_init, moe_sm90_f8_dx_rows_init};
     for (size_t i = 0; i < sizeof inits / sizeof *inits; i++) {
         const cudaError_t status = inits[i](device);
         if (status != cudaSuccess) return status;

@@ -259,9 +259,9 @@ static void land(const copy &c)
     if (!early_loads) copies_begun[c.to / GRANULE]--;
     note_write(c.to, nullptr, true);
     if (c.from)
-        memcpy(shared + c.to, c.from, 16);
+        memcpy(shared + c.to, c.from, c.bytes);
     else
-        memset(shared + c.to, 0, 16);
+        memset(shared + c.to, 0, c.bytes);
 }
 
 void start_copy(copy c)

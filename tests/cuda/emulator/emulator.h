@@ -57,6 +57,7 @@ enum { SHARED_BYTES = 232448, WARP = 32 };
 struct copy {
     uint32_t to;
     const void *from; // nullptr: zeros
+    uint32_t bytes = 16;
 };
 
 struct fiber {
@@ -288,6 +289,13 @@ inline int atomicMin(int *to, int value)
 {
     const int before = *to;
     if (value < before) *to = value;
+    return before;
+}
+
+inline uint32_t atomicMax(uint32_t *to, uint32_t value)
+{
+    const uint32_t before = *to;
+    if (value > before) *to = value;
     return before;
 }
 

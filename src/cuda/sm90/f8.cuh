@@ -1,0 +1,64 @@
+// e4m3 on Hopper: four values in 32 bits, and wgmma, which multiplies 64 x 32 by 32 x N of them. An operand
+// is K-major in subtiles with the 128-byte swizzle, like one of 16-bit elements (wgmma.cuh): 128 bytes of a
+// row are 128 elements along K, and a step of 32 elements adds 2 to a descriptor. Terms: docs/glossary.md;
+// symbols: include/smoe.h.
+//
+// The tensor cores align the 32 products and the accumulator to the largest exponent among them, truncate
+// each at 2^-13 of it, and truncate the sum to 13 fraction bits. So a long sum of one sign shrinks: callers
+// add up at most 1536 of K in the accumulators.
+#pragma once
+#include "sm90/wgmma.cuh"
+
+namespace moe
+{
+
+struct e4m3 {
+};
+
+// The nearest e4m3, ties to even, the first value in the lowest byte. What exceeds 448 becomes 448; a NaN
+// becomes 0x7f.
+MOE_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d)
+{
+    uint32_t four;
+    asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}"
+        : "=r"(four)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return four;
+}
+
+// Four bytes from global to shared memory.
+MOE_DEVICE void copy4_async(uint32_t to, const void *from)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+MOE_DEVICE void store_shared8(uint32_t address, uint32_t low, uint32_t high)
+{
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(low), "r"(high) : "memory");
+}
+
+template <> struct tensor_core<e4m3> {
+    template <operand_order A = K_MAJOR, operand_order B = K_MAJOR>
+    static MOE_DEVICE void multiply(float (&c)[64], uint64_t a, uint64_t b, int keep)
+    {
+        static_assert(A == K_MAJOR && B == K_MAJOR, "operands of 8 bits cannot be transposed");
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" MOE_NAMES64
+                     "}, %64, %65, p, 1, 1;\n}"
+                     : MOE_ACC32(c, 0), MOE_ACC32(c, 32)
+                     : "l"(a), "l"(b), "r"(keep));
+    }
+    template <operand_order A = K_MAJOR, operand_order B = K_MAJOR>
+    static MOE_DEVICE void multiply(float (&c)[128], uint64_t a, uint64_t b, int keep)
+    {
+        static_assert(A == K_MAJOR && B == K_MAJOR, "operands of 8 bits cannot be transposed");
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" MOE_NAMES128
+                     "}, %128, %129, p, 1, 1;\n}"
+                     : MOE_ACC32(c, 0), MOE_ACC32(c, 32), MOE_ACC32(c, 64), MOE_ACC32(c, 96)
+                     : "l"(a), "l"(b), "r"(keep));
+    }
+};
+
+} // namespace moe

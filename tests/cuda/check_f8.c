@@ -1,0 +1,579 @@
+/* The fp8 kernels of Hopper against f8.h on the host, bit for bit: bytes and scales of rows and of weights.
+ */
+#include "gpu.h"
+#include "host/device.h"
+#include "open_cuda.h"
+#include "oracle/f8.h"
+#include "oracle/number.h"
+#include "sm90/f8_kernels.h"
+
+#include <math.h>
+
+static int failures;
+
+static void check(int ok, const char *name, const char *what)
+{
+    if (ok) return;
+    printf("%s: %s\n", name, what);
+    failures++;
+}
+
+static uint64_t random_state = 1;
+
+static float uniform(void)
+{
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    return (float)(int32_t)(random_state >> 32) * 0x1p-31f;
+}
+
+static float bf16(float x)
+{
+    return moe_float_of((moe_bits_of(x) + 0x7fffu + (moe_bits_of(x) >> 16 & 1)) & 0xffff0000u);
+}
+
+/* `count` values: bf16 values of very different sizes, with zeros. Integers: of -8 to 8. */
+static float *draw(int64_t count, int integers)
+{
+    float *values = malloc((size_t)count * sizeof *values);
+    for (int64_t i = 0; i < count; i++) {
+        const float x = uniform();
+        values[i] = integers ? rintf(x * 8.0f) : fabsf(x) < 0.02f ? 0.0f : bf16(x * x * x);
+    }
+    return values;
+}
+
+/* The values as elements of a type. */
+static gpu_buffer upload(const float *values, int64_t count, smoe_type type)
+{
+    if (type == SMOE_TYPE_F32) return gpu_copy(values, (size_t)count * 4);
+    uint16_t *half = malloc((size_t)count * 2);
+    for (int64_t i = 0; i < count; i++) half[i] = (uint16_t)(moe_bits_of(values[i]) >> 16);
+    const gpu_buffer b = gpu_copy(half, (size_t)count * 2);
+    free(half);
+    return b;
+}
+
+static uint32_t largest(const float *values, int64_t count)
+{
+    uint32_t amax = 0;
+    for (int64_t i = 0; i < count; i++) amax = moe_f8_amax(amax, values[i]);
+    return amax;
+}
+
+/* ---- Rows ---- */
+
+static void check_rows(const moe_launch *on, int64_t rows, int64_t columns)
+{
+    char name[80];
+    snprintf(name, sizeof name, "rows %d x %d", (int)rows, (int)columns);
+    float *x = draw(rows * columns, 0);
+    for (int64_t r = 0; r < rows; r++) /* scales over the whole range, a NaN, an inf, a row of zeros */
+        for (int64_t i = 0; i < columns; i++)
+            x[r * columns + i] =
+                r % 7 == 3 ? 0.0f : bf16(ldexpf(x[r * columns + i], (int)(r * 37 % 250) - 126));
+    x[columns + 5] = NAN;
+    x[2 * columns + columns - 1] = -INFINITY;
+    const gpu_buffer from = upload(x, rows * columns, SMOE_TYPE_BF16),
+                     bytes = gpu_alloc((size_t)(rows * columns)), scale = gpu_alloc((size_t)rows * 4);
+    const moe_f8_rows call = {from.memory, (uint8_t *)bytes.memory, (float *)scale.memory, rows, columns};
+    CHECK_CUDA(moe_sm90_f8_rows(on, &call));
+    CHECK_CUDA(cudaStreamSynchronize(on->stream));
+    uint8_t *got = gpu_read(bytes.memory, (size_t)(rows * columns));
+    float *scales = gpu_read(scale.memory, (size_t)rows * 4);
+    int same_bytes = 1, same_scales = 1;
+    for (int64_t r = 0; r < rows; r++) {
+        const uint32_t amax = largest(x + r * columns, columns);
+        same_scales &= scales[r] == moe_f8_scale(amax);
+        for (int64_t i = 0; i < columns; i++)
+            same_bytes &= got[r * columns + i] == moe_f8_quantize(x[r * columns + i], moe_f8_factor(amax));
+    }
+    check(same_bytes, name, "bytes differ");
+    check(same_scales, name, "scales differ");
+    check(!gpu_free(from) && !gpu_free(bytes) && !gpu_free(scale), name, "written outside");
+    free(x), free(got), free(scales);
+}
+
+/* ---- Weights ---- */
+
+typedef struct shape {
+    int64_t hidden, intermediate, experts;
+    int gated, interleaved;
+    smoe_type type;
+    int64_t first, count; /* of the experts that are quantised */
+} shape;
+
+static moe_problem problem_of(const shape *s)
+{
+    moe_problem p = {0};
+    p.layer.hidden = s->hidden, p.layer.intermediate = s->intermediate, p.layer.experts = s->experts;
+    p.h_width = s->gated ? 2 * s->intermediate : s->intermediate, p.experts_here = s->experts;
+    return p;
+}
+
+/* One matrix of one expert: (rows, columns) from `w`, whose rows 2 j and 2 j + 1 are j and half + j. */
+static void check_matrix(const char *name, const float *w, int64_t rows, int64_t columns, int64_t half,
+                         const uint8_t *bytes, const uint8_t *transposed, float scale)
+{
+    const uint32_t amax = largest(w, rows * columns);
+    int same = 1, turned = 1;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) {
+            const int64_t source = !half ? r : r < half ? 2 * r : 2 * (r - half) + 1;
+            const uint8_t wanted = moe_f8_quantize(w[source * columns + c], moe_f8_factor(amax));
+            same &= bytes[r * columns + c] == wanted;
+            turned &= transposed[c * rows + r] == wanted;
+        }
+    check(same, name, "bytes differ");
+    check(turned, name, "transposed bytes differ");
+    check(scale == moe_f8_scale(amax), name, "the scale differs");
+}
+
+static int untouched(const uint8_t *bytes, int64_t count)
+{
+    int same = 1;
+    for (int64_t i = 0; i < count; i++) same &= bytes[i] == 0xff;
+    return same;
+}
+
+static void check_weights(const moe_launch *on, const shape *s)
+{
+    char name[100];
+    snprintf(name, sizeof name, "weights d %d n %d, experts %d to %d of %d", (int)s->hidden,
+             (int)s->intermediate, (int)s->first, (int)(s->first + s->count - 1), (int)s->experts);
+    const moe_problem p = problem_of(s);
+    const int64_t one = p.h_width * s->hidden, two = s->hidden * s->intermediate;
+    float *w1 = draw(s->count * one, 0), *w2 = draw(s->count * two, 0);
+    for (int64_t e = 0; e < s->count; e++) /* another scale for every expert */
+        for (int64_t i = 0; i < one; i++) w1[e * one + i] = ldexpf(w1[e * one + i], (int)e * 5 - 9);
+    w2[two / 2] = NAN; /* the first expert's W2 */
+    const gpu_buffer from1 = upload(w1, s->count * one, s->type), from2 = upload(w2, s->count * two, s->type);
+    const gpu_buffer to = gpu_alloc((size_t)moe_f8_weights_at(&p, NULL).bytes);
+    const moe_f8_quantized call = {from1.memory, from2.memory,  s->type,   moe_f8_weights_at(&p, to.memory),
+                                   s->first,     s->count,      s->hidden, s->intermediate,
+                                   p.h_width,    s->interleaved};
+    for (int run = 0; run < 2; run++)
+        CHECK_CUDA(moe_sm90_f8_weights(on, &call)); /* the counters begin at 0 */
+    CHECK_CUDA(cudaStreamSynchronize(on->stream));
+    char *got = gpu_read(to.memory, to.bytes);
+    const moe_f8_weights w = moe_f8_weights_at(&p, got);
+    for (int64_t e = 0; e < s->experts; e++) {
+        const int64_t i = e - s->first;
+        if (i >= 0 && i < s->count) {
+            check_matrix(name, w1 + i * one, p.h_width, s->hidden, s->interleaved ? s->intermediate : 0,
+                         w.w1 + e * one, w.w1_t + e * one, w.scale1[e]);
+            check_matrix(name, w2 + i * two, s->hidden, s->intermediate, 0, w.w2 + e * two, w.w2_t + e * two,
+                         w.scale2[e]);
+        } else {
+            check(untouched(w.w1 + e * one, one) && untouched(w.w1_t + e * one, one) &&
+                      untouched(w.w2 + e * two, two) && untouched(w.w2_t + e * two, two) &&
+                      untouched((uint8_t *)(w.scale1 + e), 4) && untouched((uint8_t *)(w.scale2 + e), 4),
+                  name, "another expert was touched");
+        }
+    }
+    check(!gpu_free(from1) && !gpu_free(from2) && !gpu_free(to), name, "written outside");
+    free(w1), free(w2), free(got);
+}
+
+/* ---- Rows of experts ---- */
+
+typedef struct experts_case {
+    int64_t tokens, hidden, intermediate;
+    int experts;
+    int64_t counts[4];
+    int gated, interleaved, biases; /* ReGLU, or ReLU^2 */
+    int64_t first_column, columns;  /* of down's chunk */
+} experts_case;
+
+/* The rows of a case, sorted by expert, in blocks of 64: what the plan makes. Host and device. */
+typedef struct plan {
+    int64_t rows;
+    int32_t *row_token, *expert_of_row;
+    int32_t block_offsets[5];
+    gpu_buffer tokens, offsets, counts, tiles, pieces;
+    moe_cuda_lists lists;
+} plan;
+
+enum { MOST_ENTRIES = 256, PIECE_BLOCKS = 6 };
+
+/* Appends the entries of an expert to a work list. */
+static int append(moe_work *list, int count, int32_t row, int32_t expert, int32_t blocks, int32_t limit)
+{
+    const int32_t entries = (blocks + limit - 1) / limit;
+    for (int32_t i = 0; i < entries; i++) {
+        const int32_t first = moe_cut(blocks, entries, i);
+        list[count++] =
+            moe_work_make(row + first * MOE_BLOCK_ROWS, expert, moe_cut(blocks, entries, i + 1) - first);
+    }
+    return count;
+}
+
+static plan make_plan(const experts_case *c)
+{
+    static moe_work tiles[MOST_ENTRIES], pieces[MOST_ENTRIES];
+    plan p = {0};
+    int32_t counts[4] = {0};
+    for (int e = 0; e < c->experts; e++) p.rows += (c->counts[e] + 63) / 64 * 64;
+    p.row_token = malloc((size_t)p.rows * 4), p.expert_of_row = malloc((size_t)p.rows * 4);
+    int64_t row = 0;
+    for (int e = 0; e < c->experts; e++) {
+        const int32_t blocks = (int32_t)((c->counts[e] + 63) / 64);
+        p.block_offsets[e + 1] = p.block_offsets[e] + blocks;
+        counts[0] = append(tiles, counts[0], (int32_t)row, e, blocks, MOE_TILE_BLOCKS);
+        counts[1] = append(pieces, counts[1], (int32_t)row, e, blocks, PIECE_BLOCKS);
+        for (int64_t i = 0; i < blocks * 64; i++, row++) {
+            p.expert_of_row[row] = e;
+            p.row_token[row] = i < c->counts[e] ? (int32_t)((i * 7 + e * 13) % c->tokens) : -1;
+        }
+    }
+    p.tokens = gpu_copy(p.row_token, (size_t)p.rows * 4);
+    p.offsets = gpu_copy(p.block_offsets, sizeof p.block_offsets);
+    p.counts = gpu_copy(counts, sizeof counts);
+    p.tiles = gpu_copy(tiles, sizeof tiles), p.pieces = gpu_copy(pieces, sizeof pieces);
+    p.lists = (moe_cuda_lists){(int32_t *)p.counts.memory, (moe_work *)p.tiles.memory,
+                               (moe_work *)p.pieces.memory, PIECE_BLOCKS, (int32_t *)p.counts.memory + 2};
+    return p;
+}
+
+static void free_plan(plan *p)
+{
+    gpu_free(p->tokens), gpu_free(p->offsets), gpu_free(p->counts), gpu_free(p->tiles), gpu_free(p->pieces);
+    free(p->row_token), free(p->expert_of_row);
+}
+
+/* Values in groups: bytes for the device, decoded bytes for the oracle, scales of the groups. */
+typedef struct quantized {
+    uint8_t *bytes;
+    double *values;
+    float *scales;
+    gpu_buffer device, device_scales;
+} quantized;
+
+/* (rows, halves, columns) in groups of `features` columns of all halves; rows_of_scale: so many rows share a
+ * scale. */
+static quantized quantize(const float *from, int64_t rows, int64_t halves, int64_t columns, int64_t features,
+                          int64_t rows_of_scale)
+{
+    const int64_t groups = (columns + features - 1) / features, scales = rows / rows_of_scale * groups;
+    const size_t count = (size_t)(rows * halves * columns);
+    quantized q = {malloc(count), malloc(count * sizeof(double)), malloc((size_t)scales * 4), {0}, {0}};
+    for (int64_t s = 0; s < scales; s++) {
+        const int64_t first = s % groups * features,
+                      end = first + features < columns ? first + features : columns;
+        const int64_t row0 = s / groups * rows_of_scale * halves; /* of rows of one half */
+        uint32_t amax = 0;
+        for (int64_t r = row0; r < row0 + rows_of_scale * halves; r++)
+            for (int64_t i = first; i < end; i++) amax = moe_f8_amax(amax, from[r * columns + i]);
+        q.scales[s] = moe_f8_scale(amax);
+        for (int64_t r = row0; r < row0 + rows_of_scale * halves; r++)
+            for (int64_t i = first; i < end; i++) {
+                q.bytes[r * columns + i] = moe_f8_quantize(from[r * columns + i], moe_f8_factor(amax));
+                q.values[r * columns + i] = (double)moe_f8_value(q.bytes[r * columns + i]);
+            }
+    }
+    q.device = gpu_copy(q.bytes, count);
+    q.device_scales = gpu_copy(q.scales, (size_t)scales * 4);
+    return q;
+}
+
+static void free_quantized(quantized *q)
+{
+    gpu_free(q->device), gpu_free(q->device_scales);
+    free(q->bytes), free(q->values), free(q->scales);
+}
+
+static float f16(float x)
+{
+    return (float)oracle_round_to((double)x, SMOE_TYPE_F16);
+}
+
+/* What the accumulator of a row and a column has in the end (gemm_f8.cuh). */
+static float product(const double *a, const double *b, int64_t count)
+{
+    float sum = 0.0f;
+    if (count <= 1536)
+        return (float)oracle_f8_sum((oracle_f8_line){a, 1}, (oracle_f8_line){b, 1}, count, true);
+    for (; count > 1024; a += 1024, b += 1024, count -= 1024) {
+        const oracle_f8_line left = {a, 1}, right = {b, 1};
+        sum = f16(fmaf((float)oracle_f8_sum(left, right, 1024, true), 0x1p-14f, sum));
+    }
+    return fmaf(sum, 0x1p14f,
+                (float)oracle_f8_sum((oracle_f8_line){a, 1}, (oracle_f8_line){b, 1}, count, true));
+}
+
+static float bf16_at(const uint16_t *p, int64_t i)
+{
+    return moe_float_of((uint32_t)p[i] << 16);
+}
+
+/* ---- up ---- */
+
+/* H of every row, pad rows too. b1 is in the order of `layout`. */
+static int same_h(const experts_case *c, const plan *p, const quantized *x, const quantized *w,
+                  const float *b1, const uint16_t *h)
+{
+    const int64_t n = c->intermediate, d = c->hidden, width = c->gated ? 2 * n : n;
+    int64_t wrong = 0;
+    for (int64_t r = 0; r < p->rows; r++)
+        for (int64_t j = 0; j < width; j++) {
+            const int32_t e = p->expert_of_row[r], token = p->row_token[r];
+            const int64_t in_layout = !c->gated || !c->interleaved ? j : j < n ? 2 * j : 2 * (j - n) + 1;
+            float sum = 0.0f;
+            if (token >= 0)
+                sum = product(x->values + token * d, w->values + (e * width + j) * d, d) * x->scales[token] *
+                      w->scales[e];
+            const float wanted = bf16(c->biases ? sum + b1[e * width + in_layout] : sum);
+            wrong += wanted != bf16_at(h, r * width + j);
+        }
+    if (wrong) printf("%lld of %lld elements of H differ\n", (long long)wrong, (long long)(p->rows * width));
+    return !wrong;
+}
+
+/* A's bytes and scales, given H. */
+static int same_a(const experts_case *c, int64_t rows, const uint16_t *h, const uint8_t *bytes,
+                  const float *scales)
+{
+    const int64_t n = c->intermediate, width = c->gated ? 2 * n : n;
+    float *a = malloc((size_t)(rows * n) * 4);
+    for (int64_t i = 0; i < rows * n; i++) {
+        const float g = bf16_at(h, i / n * width + i % n), positive = g < 0.0f ? 0.0f : g;
+        a[i] = c->gated ? positive * bf16_at(h, i / n * width + n + i % n) : positive * positive;
+    }
+    quantized q = quantize(a, rows, 1, n, MOE_F8_A_FEATURES, 1);
+    const int same = !memcmp(q.bytes, bytes, (size_t)(rows * n)) &&
+                     !memcmp(q.scales, scales, (size_t)(rows * moe_f8_groups(n, MOE_F8_A_FEATURES)) * 4);
+    free_quantized(&q);
+    free(a);
+    return same;
+}
+
+static void check_up(moe_launch *on, const experts_case *c)
+{
+    char name[80];
+    snprintf(name, sizeof name, "up d %d n %d%s", (int)c->hidden, (int)c->intermediate,
+             c->gated ? ", gated" : "");
+    plan p = make_plan(c);
+    const int64_t n = c->intermediate, d = c->hidden, width = c->gated ? 2 * n : n;
+    float *x = draw(c->tokens * d, 0), *w1 = draw(c->experts * width * d, 0),
+          *b1 = draw(c->experts * width, 0);
+    for (int64_t i = 0; i < c->tokens * d; i++) x[i] = ldexpf(x[i], (int)(i / d * 5 % 60) - 30);
+    quantized x8 = quantize(x, c->tokens, 1, d, d, 1), w8 = quantize(w1, c->experts * width, 1, d, d, width);
+    const size_t groups = (size_t)moe_f8_groups(n, MOE_F8_A_FEATURES), rows = (size_t)p.rows;
+    const gpu_buffer bias = upload(b1, c->experts * width, SMOE_TYPE_BF16),
+                     h = gpu_alloc(rows * (size_t)width * 2), a = gpu_alloc(rows * (size_t)n),
+                     a_scale = gpu_alloc(rows * groups * 4);
+    const moe_f8_up call = {
+        .up = {.x = x8.device.memory,
+               .w1 = w8.device.memory,
+               .b1 = c->biases ? bias.memory : NULL,
+               .h = h.memory,
+               .a = a.memory,
+               .row_token = (int32_t *)p.tokens.memory,
+               .block_offsets = (int32_t *)p.offsets.memory,
+               .block_stride = 1,
+               .lists = p.lists,
+               .rows = p.rows,
+               .h_rows = p.rows,
+               .hidden = d,
+               .intermediate = n,
+               .experts = c->experts,
+               .gated = c->gated,
+               .interleaved = c->interleaved,
+               .activation = c->gated ? SMOE_ACTIVATION_REGLU : SMOE_ACTIVATION_RELU2},
+        .x_scale = (float *)x8.device_scales.memory,
+        .w_scale = (float *)w8.device_scales.memory,
+        .a_scale = (float *)a_scale.memory,
+    };
+    CHECK_CUDA(moe_sm90_f8_up(on, &call));
+    CHECK_CUDA(cudaStreamSynchronize(on->stream));
+    uint16_t *got_h = gpu_read(h.memory, h.bytes);
+    uint8_t *got_a = gpu_read(a.memory, a.bytes);
+    float *got_scales = gpu_read(a_scale.memory, a_scale.bytes);
+    check(same_h(c, &p, &x8, &w8, b1, got_h), name, "H differs");
+    check(same_a(c, p.rows, got_h, got_a, got_scales), name, "A differs");
+    check(!gpu_free(bias) && !gpu_free(h) && !gpu_free(a) && !gpu_free(a_scale), name, "written outside");
+    free_quantized(&x8), free_quantized(&w8), free_plan(&p);
+    free(x), free(w1), free(b1), free(got_h), free(got_a), free(got_scales);
+}
+
+/* ---- down ---- */
+
+/* Y = A W^T + b, sums over `width`; W (experts, d, width). */
+static int same_y(const experts_case *c, const plan *p, int64_t width, const float *a, const float *w,
+                  const float *b, const uint16_t *y)
+{
+    int64_t wrong = 0;
+    for (int64_t r = 0; r < p->rows; r++)
+        for (int64_t j = 0; j < c->columns; j++) {
+            const int32_t e = p->expert_of_row[r];
+            const int64_t column = c->first_column + j;
+            float sum = c->biases && b ? b[e * c->hidden + column] : 0.0f;
+            for (int64_t i = 0; i < width; i++)
+                sum += a[r * width + i] * w[(e * c->hidden + column) * width + i];
+            wrong += bf16(sum) != bf16_at(y, r * c->columns + j);
+        }
+    if (wrong)
+        printf("%lld of %lld elements of Y or dX~ differ\n", (long long)wrong,
+               (long long)(p->rows * c->columns));
+    return !wrong;
+}
+
+/* Integers, so that all sums are exact. The groups of a row have several sizes, some are zeros. */
+static float *draw_rows(int64_t rows, int64_t halves, int64_t columns, int64_t features)
+{
+    float *a = draw(rows * halves * columns, 1);
+    for (int64_t i = 0; i < rows * halves * columns; i++) {
+        const int64_t kind = (i / (halves * columns) + i % columns / features) % 5;
+        a[i] = kind == 0 ? 0.0f : kind < 4 ? truncf(a[i] / (float)(1 << (kind - 1))) : a[i];
+    }
+    return a;
+}
+
+static float *draw_weights(int64_t count)
+{
+    float *w = draw(count, 1);
+    for (int64_t i = 0; i < count; i++) w[i] = truncf(w[i] / 4.0f);
+    return w;
+}
+
+static void check_down(moe_launch *on, const experts_case *c)
+{
+    char name[80];
+    snprintf(name, sizeof name, "down n %d, %d columns%s", (int)c->intermediate, (int)c->columns,
+             c->biases ? ", bias" : "");
+    plan p = make_plan(c);
+    const int64_t n = c->intermediate, d = c->hidden;
+    float *a = draw_rows(p.rows, 1, n, MOE_F8_A_FEATURES), *w2 = draw_weights(c->experts * d * n),
+          *b2 = draw(c->experts * d, 1);
+    quantized a8 = quantize(a, p.rows, 1, n, MOE_F8_A_FEATURES, 1),
+              w8 = quantize(w2, c->experts * d, 1, n, n, d);
+    const gpu_buffer bias = upload(b2, c->experts * d, SMOE_TYPE_BF16),
+                     y = gpu_alloc((size_t)(p.rows * c->columns) * 2);
+    const moe_f8_down call = {
+        .down = {.a = a8.device.memory,
+                 .w2 = w8.device.memory,
+                 .b2 = c->biases ? bias.memory : NULL,
+                 .y = y.memory,
+                 .row_token = (int32_t *)p.tokens.memory,
+                 .block_offsets = (int32_t *)p.offsets.memory,
+                 .block_stride = 1,
+                 .lists = p.lists,
+                 .rows = p.rows,
+                 .hidden = d,
+                 .intermediate = n,
+                 .experts = c->experts,
+                 .first_column = c->first_column,
+                 .columns = c->columns},
+        .a_scale = (float *)a8.device_scales.memory,
+        .w_scale = (float *)w8.device_scales.memory,
+    };
+    CHECK_CUDA(moe_sm90_f8_down(on, &call));
+    CHECK_CUDA(cudaStreamSynchronize(on->stream));
+    uint16_t *got = gpu_read(y.memory, y.bytes);
+    check(same_y(c, &p, n, a, w2, b2, got), name, "Y differs");
+    check(!gpu_free(bias) && !gpu_free(y), name, "written outside");
+    free_quantized(&a8), free_quantized(&w8), free_plan(&p);
+    free(a), free(w2), free(b2), free(got);
+}
+
+/* ---- dx_rows: a case's biases are not used ---- */
+
+static moe_cuda_backward_lists backward_lists(const plan *p, const experts_case *c, gpu_buffer *pieces)
+{
+    moe_piece all[4];
+    int count = 0;
+    for (int e = 0; e < c->experts; e++) {
+        const int32_t blocks = p->block_offsets[e + 1] - p->block_offsets[e];
+        if (blocks) all[count++] = (moe_piece){p->block_offsets[e] * MOE_BLOCK_ROWS, e, blocks, -1};
+    }
+    *pieces = gpu_copy(all, sizeof all);
+    CHECK_CUDA(cudaMemcpy(p->counts.memory + 4, &count, 4, cudaMemcpyHostToDevice));
+    return (moe_cuda_backward_lists){.counts = p->lists.counts,
+                                     .tiles = p->lists.tiles,
+                                     .pieces = (moe_piece *)pieces->memory,
+                                     .turn = p->lists.turn};
+}
+
+static void check_dx(moe_launch *on, const experts_case *c)
+{
+    char name[80];
+    snprintf(name, sizeof name, "dx_rows n %d, %d columns%s", (int)c->intermediate, (int)c->columns,
+             c->gated ? ", gated" : "");
+    plan p = make_plan(c);
+    const int64_t n = c->intermediate, d = c->hidden, halves = c->gated ? 2 : 1, width = halves * n;
+    float *dh = draw_rows(p.rows, halves, n, MOE_F8_DH_FEATURES),
+          *w1_t = draw_weights(c->experts * d * width);
+    quantized dh8 = quantize(dh, p.rows, halves, n, MOE_F8_DH_FEATURES, 1),
+              w8 = quantize(w1_t, c->experts * d, 1, width, width, d);
+    gpu_buffer pieces;
+    const moe_cuda_backward_lists lists = backward_lists(&p, c, &pieces);
+    const gpu_buffer dx = gpu_alloc((size_t)(p.rows * c->columns) * 2);
+    const moe_f8_dx_rows call = {
+        .dx = {.dh = dh8.device.memory,
+               .w1 = w8.device.memory,
+               .dx = dx.memory,
+               .block_offsets = (int32_t *)p.offsets.memory,
+               .block_stride = 1,
+               .lists = lists,
+               .rows = p.rows,
+               .hidden = d,
+               .intermediate = n,
+               .row_width = n,
+               .experts = c->experts,
+               .halves = (int)halves,
+               .first_column = c->first_column,
+               .columns = c->columns},
+        .dh_scale = (float *)dh8.device_scales.memory,
+        .w_scale = (float *)w8.device_scales.memory,
+    };
+    CHECK_CUDA(moe_sm90_f8_dx_rows(on, &call));
+    CHECK_CUDA(cudaStreamSynchronize(on->stream));
+    uint16_t *got = gpu_read(dx.memory, dx.bytes);
+    check(same_y(c, &p, width, dh, w1_t, NULL, got), name, "dX~ differs");
+    check(!gpu_free(dx) && !gpu_free(pieces), name, "written outside");
+    free_quantized(&dh8), free_quantized(&w8), free_plan(&p);
+    free(dh), free(w1_t), free(got);
+}
+
+int main(void)
+{
+    smoe_context *context = open_cuda();
+    const device_state *state = context->state;
+    if (state->kernels != &moe_sm90_kernels) {
+        printf("skipped: fp8 is for compute capability 9.0\n");
+        return EXIT_NO_DEVICE;
+    }
+    moe_launch on = launch_on(state, SMOE_TYPE_BF16, NULL);
+    check_rows(&on, 300, 16);
+    check_rows(&on, 9, 2064);
+    static const shape shapes[] = {
+        {256, 128, 5, 1, 0, SMOE_TYPE_BF16, 0, 5}, {144, 48, 4, 1, 1, SMOE_TYPE_BF16, 1, 2},
+        {16, 16, 3, 0, 0, SMOE_TYPE_F32, 2, 1},    {272, 144, 3, 1, 1, SMOE_TYPE_F32, 0, 3},
+        {400, 336, 2, 1, 0, SMOE_TYPE_BF16, 0, 2},
+    };
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_weights(&on, &shapes[i]);
+    static const experts_case ups[] = {
+        /* wide and narrow tiles, with a gate and without; tiles of one step; the last two are promoted */
+        {50, 272, 144, 3, {70, 0, 130}, 1, 1, 1, 0, 0}, {50, 144, 48, 3, {70, 1, 130}, 1, 0, 0, 0, 0},
+        {50, 64, 272, 2, {64, 500}, 0, 0, 1, 0, 0},     {50, 16, 80, 2, {3, 900}, 0, 0, 0, 0, 0},
+        {20, 2576, 80, 1, {66}, 1, 0, 1, 0, 0},         {20, 1552, 16, 2, {5, 6}, 1, 1, 1, 0, 0},
+    };
+    for (size_t i = 0; i < sizeof ups / sizeof *ups; i++) check_up(&on, &ups[i]);
+    static const experts_case downs[] = {
+        /* the stationary core with 1, 2, 3 and 4 groups; the cooperative one, which is promoted at last */
+        {9, 256, 80, 3, {70, 0, 450}, 1, 0, 0, 0, 256}, {9, 384, 256, 2, {300, 200}, 1, 0, 0, 64, 320},
+        {9, 256, 272, 2, {64, 65}, 1, 0, 0, 0, 256},    {9, 320, 512, 2, {200, 100}, 1, 0, 0, 0, 320},
+        {9, 272, 144, 2, {130, 64}, 1, 0, 1, 0, 272},   {9, 272, 640, 2, {130, 64}, 1, 0, 0, 0, 272},
+        {9, 64, 2320, 1, {130}, 1, 0, 1, 0, 64},
+    };
+    for (size_t i = 0; i < sizeof downs / sizeof *downs; i++) check_down(&on, &downs[i]);
+    static const experts_case dxs[] = {
+        /* the stationary core with 1, 2 and 4 steps; the cooperative one with three groups, and promoted */
+        {9, 256, 112, 3, {70, 0, 450}, 0, 0, 0, 0, 256}, {9, 384, 80, 2, {300, 200}, 1, 0, 0, 64, 320},
+        {9, 256, 256, 2, {64, 165}, 1, 0, 0, 0, 256},    {9, 256, 400, 2, {64, 65}, 0, 0, 0, 0, 256},
+        {9, 272, 656, 2, {130, 64}, 1, 0, 0, 0, 272},    {9, 64, 1040, 1, {130}, 1, 0, 0, 0, 64},
+    };
+    for (size_t i = 0; i < sizeof dxs / sizeof *dxs; i++) check_dx(&on, &dxs[i]);
+    smoe_destroy(context);
+    printf("%d failures\n", failures);
+    return failures != 0;
+}

@@ -1,0 +1,117 @@
+// Replaces src/cuda/sm90/f8.cuh. The tensor cores' sums are those that the authors of MMA-Sim found on
+// Hopper: an instruction aligns its products and the accumulator to the largest exponent, where a product has
+// the sum of its factors' exponents, truncates each at 2^-13 of it, and truncates the sum to 13 fraction
+// bits.
+#pragma once
+#include "sm90/wgmma.cuh"
+
+namespace moe
+{
+
+struct e4m3 {
+};
+
+// v = significand 2^(exponent - 3) with a significand of 4 bits; exponents begin at -6.
+struct e4m3_parts {
+    int significand, exponent;
+    bool nan;
+};
+
+inline e4m3_parts parts_of_e4m3(uint8_t byte)
+{
+    const int stored = byte >> 3 & 15, fraction = byte & 7;
+    const int significand = stored ? 8 + fraction : fraction;
+    return {byte & 0x80 ? -significand : significand, (stored ? stored : 1) - 7, (byte & 0x7f) == 0x7f};
+}
+
+inline uint8_t to_e4m3(float v)
+{
+    if (v != v) return 0x7f;
+    const uint8_t sign = std::signbit(v) ? 0x80 : 0;
+    const float size = fabsf(v);
+    if (size >= 448.0f) return sign | 0x7e;
+    const int exponent = size < 0x1p-6f ? -6 : ilogbf(size);
+    const int steps = (int)nearbyintf(ldexpf(size, 3 - exponent)); // 16: the next exponent
+    return sign | (uint8_t)((exponent + 6) * 8 + steps);
+}
+
+MOE_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d)
+{
+    return to_e4m3(a) | to_e4m3(b) << 8 | to_e4m3(c) << 16 | (uint32_t)to_e4m3(d) << 24;
+}
+
+MOE_DEVICE void copy4_async(uint32_t to, const void *from)
+{
+    if (to % 4 || (uintptr_t)from % 4) abort();
+    emulator::start_copy({to, from, 4});
+}
+
+MOE_DEVICE void store_shared8(uint32_t address, uint32_t low, uint32_t high)
+{
+    emulator::write_shared(address, uint2{low, high});
+}
+
+template <> struct tensor_core<e4m3> {
+    enum { STEP = 32 };
+
+    template <operand_order A = K_MAJOR, operand_order B = K_MAJOR, int COUNT>
+    static void multiply(float (&c)[COUNT], uint64_t a, uint64_t b, int keep)
+    {
+        static_assert(A == K_MAJOR && B == K_MAJOR, "operands of 8 bits cannot be transposed");
+        check(a, 64);
+        check(b, COUNT * 2);
+        emulator::current->multiplies.add([=, &c] { multiply_now(c, a, b, keep); });
+    }
+
+    // Checks the fences of an operand's `count` rows, two vectors each.
+    static void check(uint64_t descriptor, int count)
+    {
+        for (int i = emulator::current->lane; i < count * 2; i += emulator::WARP)
+            emulator::check_fenced(element_address(descriptor, K_MAJOR, i / 2, i % 2 * 8),
+                                   emulator::current->fenced, "wgmma");
+    }
+
+    static void read(e4m3_parts (&to)[STEP], uint64_t descriptor, int row)
+    {
+        for (int k = 0; k < STEP; k++) // element_address counts 16-bit elements
+            to[k] = parts_of_e4m3(
+                emulator::read_shared<uint8_t>(element_address(descriptor, K_MAJOR, row, k / 2) + k % 2));
+    }
+
+    static float sum(float c, const e4m3_parts (&a)[STEP], const e4m3_parts (&b)[STEP])
+    {
+        enum { NONE = -1000 };
+        int most = c != 0.0f ? std::max(ilogbf(c), -126) : NONE;
+        for (int k = 0; k < STEP; k++) {
+            if (a[k].nan || b[k].nan || c != c) return __uint_as_float(0x7fffffff);
+            if (a[k].significand && b[k].significand) most = std::max(most, a[k].exponent + b[k].exponent);
+        }
+        if (most == NONE) return 0.0f;
+        int64_t units = (int64_t)ldexp(c, 13 - most); // of 2^(most - 13)
+        for (int k = 0; k < STEP; k++) {
+            const int product = a[k].significand * b[k].significand; // times 2^(exponent - 6)
+            const int left = a[k].exponent + b[k].exponent - 6 - (most - 13);
+            units += left >= 0 ? product * (1 << left) : left > -9 ? product / (1 << -left) : 0;
+        }
+        const int bits = units ? 64 - __builtin_clzll((uint64_t)std::abs(units)) : 0;
+        if (bits > 14) units = units / (1ll << (bits - 14)) * (1ll << (bits - 14));
+        return (float)ldexp((double)units, most - 13);
+    }
+
+    template <int COUNT> static void multiply_now(float (&c)[COUNT], uint64_t a, uint64_t b, int keep)
+    {
+        const int lane = emulator::current->lane, first = emulator::current->warp % 4 * 16 + lane / 4;
+        e4m3_parts rows[2][STEP], column[STEP];
+        for (int half = 0; half < 2; half++) read(rows[half], a, first + half * 8);
+        for (int quad = 0; quad < COUNT; quad += 4)
+            for (int z = 0; z < 2; z++) {
+                read(column, b, quad * 2 + lane % 4 * 2 + z);
+                for (int half = 0; half < 2; half++) {
+                    float &to = c[quad + 2 * half + z];
+                    to = sum(keep ? to : 0.0f, rows[half], column);
+                }
+            }
+    }
+};
+
+} // namespace moe
