@@ -50,12 +50,6 @@ bool attention_check(const model_config *c, const train_device *dv, error *err)
                 (long long)head, dv->name, (long long)dv->most_head);
 }
 
-void attention_prepare(const block_frame *f)
-{
-    const pass_shape shape = usual_shape(f);
-    if (f->use != MODEL_GENERATE) f->device->ops->prepare(f->device, &shape, f->use == MODEL_TRAIN);
-}
-
 /* ---- weights ---- */
 
 static void matrices(block *b, param_layout *layout, const model_config *c)
@@ -129,11 +123,13 @@ static bool fill(void *common, const block_frame *f, error *err)
 {
     const attention_common *all = common;
     const model_config *c = f->config;
+    const pass_shape shape = usual_shape(f);
     float *table = malloc((size_t)angles(c) * sizeof *table);
     if (!table) return fail(err, ERROR_RUNTIME, "out of memory: RoPE's %lld angles", (long long)angles(c));
     rope_table(table, c->context, model_config_head_size(c), c->rope_theta);
     f->device->ops->store(f->device, all->rope, SMOE_TYPE_F32, table, angles(c));
     free(table);
+    if (f->use != MODEL_GENERATE) f->device->ops->prepare(f->device, &shape, f->use == MODEL_TRAIN);
     return true;
 }
 

@@ -13,7 +13,4 @@ extern const block_kind attention_block;
 /* Checks the limits of the device's kernels. */
 bool attention_check(const model_config *c, const train_device *dv, error *err);
 
-/* Lets the device allocate now what passes of the usual shape need. */
-void attention_prepare(const block_frame *f);
-
 #endif

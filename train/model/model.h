@@ -47,7 +47,7 @@ static inline size_t model_bytes_sum(const model_bytes *b)
 /* The gradient's norm, squared; and from SCALAR_SHARED on a step's values that ranks add up (run/step.h). */
 enum { SCALAR_LOSS, SCALAR_SQUARE, SCALAR_SHARED, SCALARS = SCALAR_SHARED + 3 };
 
-enum { MODEL_KINDS = 3, MODEL_BRANCHES = 2 }; // kinds of blocks; blocks of a layer
+enum { MODEL_BRANCHES = 2 }; // blocks of a layer
 
 typedef struct model {
     train_device *device;
@@ -57,7 +57,7 @@ typedef struct model {
     train_routing routing, pass_routing; // of training passes; with the step of the current one
     block_frame frame;
     int64_t parts, first_part, passes; // its parts of a step's passes, and the number of all
-    void *commons[MODEL_KINDS];
+    void **commons; // of each kind of block (model_create.c); NULL: no block is of this kind
     block *blocks; // (MODEL_BRANCHES layers + 1) in the order of the residual stream; the last is the final
                    // norm alone
     model_head head;

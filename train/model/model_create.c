@@ -12,9 +12,9 @@
 
 const char *const model_recompute_names[RECOMPUTE_NAMES] = {"none", "norms", "norms-qk", "layers"};
 
-enum { ATTENTION, EXPERTS, DENSE };
+enum { ATTENTION, EXPERTS, DENSE, KINDS };
 
-static const block_kind *const kinds[MODEL_KINDS] = {
+static const block_kind *const kinds[KINDS] = {
     [ATTENTION] = &attention_block, [EXPERTS] = &experts_block, [DENSE] = &dense_block};
 
 /* The kind of block `branch` of a layer. */
@@ -68,8 +68,9 @@ static bool make_blocks(model *m, error *err)
     const int64_t count = MODEL_BRANCHES * m->config.layers;
     m->blocks = calloc((size_t)count + 1, sizeof *m->blocks);
     m->batches = calloc((size_t)m->parts, sizeof *m->batches);
-    bool made = m->blocks && m->batches;
-    for (int k = 0; made && k < MODEL_KINDS; k++)
+    m->commons = calloc(KINDS, sizeof *m->commons);
+    bool made = m->blocks && m->batches && m->commons;
+    for (int k = 0; made && k < KINDS; k++)
         if (has_kind(&m->config, k)) made = (m->commons[k] = calloc(1, kinds[k]->common)) != NULL;
     for (int64_t i = 0; made && i < count; i++) {
         const int kind = kind_of(&m->config, i / MODEL_BRANCHES, (int)(i % MODEL_BRANCHES));
@@ -134,7 +135,7 @@ static void place_layer(model *m, block *layer, const block_memory *memory)
     for (int i = 0; i < MODEL_BRANCHES; i++) {
         // Where layers share one place, what the last pass left is read for the log: no other kind may lie
         // over it.
-        for (int k = 0; memory->shared && rest && i > 0 && k < MODEL_KINDS; k++)
+        for (int k = 0; memory->shared && rest && i > 0 && k < KINDS; k++)
             if (m->commons[k] && kinds[k]->kept_for_log && layer[i].kind != kinds[k])
                 memory->arena->used += kinds[k]->kept_for_log(m->commons[k]);
         layer[i].kind->place(&layer[i], memory);
@@ -178,7 +179,7 @@ static void place_scratch(model *m, arena *a)
         m->frame.norm_scratch =
             arena_floats(a, m->device->ops->norm_scratch(m->device, m->frame.rows, m->config.hidden));
     const size_t behind = a->used;
-    for (int k = 0; k < MODEL_KINDS; k++) {
+    for (int k = 0; k < KINDS; k++) {
         a->used = kinds[k]->backward_last ? behind : start;
         if (m->commons[k]) kinds[k]->place_scratch(m->commons[k], &m->frame, a);
     }
@@ -216,7 +217,7 @@ static void place_rest(model *m, arena *a)
     last->rstd = arena_floats(a, rows);
     m->losses = arena_floats(a, rows * m->parts);
     m->scalars = arena_take(a, SCALARS * sizeof *m->scalars);
-    for (int k = 0; k < MODEL_KINDS; k++)
+    for (int k = 0; k < KINDS; k++)
         if (m->commons[k] && kinds[k]->place_constants)
             kinds[k]->place_constants(m->commons[k], &m->frame, a);
     if (m->frame.use != MODEL_TRAIN) return;
@@ -271,9 +272,8 @@ static bool allocate(model *m, error *err)
     w->host = dv->backend == SMOE_BACKEND_CPU ? w->params : NULL;
     dv->ops->clear(dv, w->params, w->layout.total * type_size(dv->type));
     if (w->grads) dv->ops->clear(dv, w->grads, (size_t)weights_grads(w) * type_size(dv->grad_type));
-    for (int k = 0; k < MODEL_KINDS; k++)
+    for (int k = 0; k < KINDS; k++)
         if (m->commons[k] && kinds[k]->fill && !kinds[k]->fill(m->commons[k], &m->frame, err)) return false;
-    attention_prepare(&m->frame);
     return dv->ops->finish(dv, err);
 }
 
@@ -344,7 +344,7 @@ static bool make(model *m, error *err)
     head_open(&m->head, &m->frame);
     if (!make_blocks(m, err) || !lay_out(m, err) || !check_parts(m, err)) return false;
     m->weights.clears_layer = weights_clear_layers(&m->weights);
-    for (int k = 0; k < MODEL_KINDS; k++)
+    for (int k = 0; k < KINDS; k++)
         if (m->commons[k] && kinds[k]->open && !kinds[k]->open(m->commons[k], &m->frame, err)) return false;
     return true;
 }
@@ -373,11 +373,12 @@ bool model_create(model *m, train_device *device, const model_config *config, co
 void model_destroy(model *m)
 {
     for (int64_t i = 0; m->blocks && i < MODEL_BRANCHES * m->config.layers; i++) free(m->blocks[i].own);
-    for (int k = 0; k < MODEL_KINDS; k++) {
+    for (int k = 0; m->commons && k < KINDS; k++) {
         if (m->commons[k] && kinds[k]->close) kinds[k]->close(m->commons[k]);
         free(m->commons[k]);
     }
     param_layout_destroy(&m->weights.layout);
+    free(m->commons);
     free(m->blocks);
     free(m->batches);
     if (m->memory) m->device->ops->release(m->device, m->memory);
