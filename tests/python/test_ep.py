@@ -41,7 +41,7 @@ def run(function, given):
     return [out.detach()] + [t.grad for t in leaves if t.requires_grad]
 
 
-def group_of(timeout=20.0, **options):
+def group_of(timeout=120.0, **options):
     sizes = dict(max_tokens=max(TOKENS), hidden=H, num_experts=E, top_k=K)
     return smoe.ep.Group(**sizes | options, threads=1, timeout=timeout)
 
