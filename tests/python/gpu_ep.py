@@ -86,7 +86,7 @@ def experts(rank, ranks):
     out, dx, dweights, *dexperts = step(smoe.experts, leaves(everything), dout)
     want = [out[mine], dx[mine], dweights[mine], *[t[local] for t in dexperts]]
     given, dout = leaves([t[mine] for t in everything[:3]] + [t[local] for t in everything[3:]]), dout[mine]
-    sizes = dict(max_tokens=MOST, hidden=H, num_experts=E, top_k=K, dtype=target.dtype, timeout=20.0)
+    sizes = dict(max_tokens=MOST, hidden=H, num_experts=E, top_k=K, dtype=target.dtype, timeout=60.0)
     first = None
     for options in (dict(waves=1), dict(waves=4), dict(waves=1, row_capacity=64)):
         group = smoe.ep.Group(**sizes, **options)
