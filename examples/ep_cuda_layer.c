@@ -117,7 +117,10 @@ static void run(smoe_context *context, const smoe_layer *layer, smoe_ep *ep, int
     b.scratch = memory(b.scratch_size = sizes.scratch_backward_bytes);
     b.ep = ep;
     cudaStream_t stream;
-    cuda(cudaStreamCreate(&stream), "cudaStreamCreate");
+    cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    /* Ranks may share a GPU. There a rank's copies and allocations could wait for a kernel of another rank
+     * that waits for this one, so all are done first. */
+    if (ep) pthread_barrier_wait(&all->barrier);
     for (int step = 0; step < 3; step++) {
         check(context, smoe_layer_forward(context, layer, &f, stream));
         check(context, smoe_layer_backward(context, layer, &b, stream));
@@ -217,9 +220,10 @@ int main(int argc, char **argv)
     pid_t children[W];
     int failed = 0;
     alarm(120); /* the end of a rank that waits in the barrier for one that has failed */
-    /* Of several ranks in one process: a kernel that is loaded late could wait for one that waits for a rank.
-     */
+    /* Of several ranks in one process: a kernel that is loaded late could wait for one that waits for a rank;
+     * and kernels that wait and those that they wait for are in different queues, also on one GPU. */
     setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
     all = mmap(NULL, sizeof *all, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (all == MAP_FAILED) return 3;
     all->processes = argc > 1 && strcmp(argv[1], "processes") == 0;

@@ -21,7 +21,7 @@ correct    verify         400  all cases of smoe verify, in 14 processes
 correct    route          150  routing compared with the CPU bit for bit
 correct    limits          60  extreme cases and errors of the caller
 correct    sms             60  contexts that use fewer SMs
-correct    ep             120  layers with ranks
+correct    ep             300  layers with ranks; examples/ep_cuda_layer.c with threads and with processes
 correct    lora            60  LoRA beside the experts' weights
 correct    memcheck       300  compute-sanitizer on small cases
 correct    synccheck      300
@@ -94,6 +94,14 @@ part_verify() {
     good=$(grep -l ' passed, 0 failed' shard.* | wc -l)
     echo "$good of 14 processes found nothing wrong"
     [ "$good" -eq 14 ]
+}
+
+# Also the example, whose ranks are threads and then processes; they share the GPUs if there are fewer than four.
+part_ep() {
+    local check
+    for check in cuda_check_ep cuda_check_ep_failures example_ep_cuda_layer "example_ep_cuda_layer processes"; do
+        within 120 "$bin"/$check || return
+    done
 }
 
 sanitize() { # tool
@@ -322,7 +330,6 @@ no_gpu() { grep -q 'no usable CUDA device\|CUDA driver version is insufficient\|
 one_part() {
     case $part in
     route | limits | sms) within "$seconds" "$bin/cuda_check_$part" ;;
-    ep) within "$seconds" "$bin/cuda_check_ep" && within "$seconds" "$bin/cuda_check_ep_failures" ;;
     lora) within "$seconds" "$bin/cuda_lora" ;;
     memcheck | synccheck) sanitize "$part" ;;
     ops | model) within "$seconds" "$bin/cuda_check_train_$part" ;;
