@@ -147,7 +147,25 @@ static smoe_type type_of(const layer_data *d, int tensor)
 
 static size_t bytes_of(smoe_type type)
 {
-    return type == SMOE_TYPE_BF16 ? 2 : 4;
+    return type == SMOE_TYPE_BF16 || type == SMOE_TYPE_F16 ? 2 : 4;
+}
+
+/* Rounds to f16; the magnitude is below 2^15. */
+static uint16_t half_of(float value)
+{
+    int exponent;
+    const float magnitude = fabsf(value), fraction = frexpf(magnitude, &exponent);
+    const long rounded = magnitude < 0x1p-14f ? lrintf(ldexpf(magnitude, 24))
+                                              : lrintf(ldexpf(fraction, 11)) + (exponent + 13L) * 1024;
+    return (uint16_t)(rounded + (value < 0 ? 0x8000 : 0));
+}
+
+static float of_half(uint16_t half)
+{
+    const int exponent = half >> 10 & 31, fraction = half & 1023;
+    const float value =
+        exponent ? ldexpf((float)(1024 + fraction), exponent - 25) : ldexpf((float)fraction, -24);
+    return exponent == 31 ? NAN : half & 0x8000 ? -value : value;
 }
 
 static void *on_host(const float *values, int64_t count, smoe_type type)
@@ -158,10 +176,11 @@ static void *on_host(const float *values, int64_t count, smoe_type type)
         const int32_t integer = (int32_t)values[i];
         uint32_t bits;
         memcpy(&bits, &values[i], 4);
-        const uint16_t high = (uint16_t)(bits >> 16);
+        const uint16_t high = (uint16_t)(bits >> 16), half = half_of(values[i]);
         if (type == SMOE_TYPE_I32) memcpy(stored + 4 * i, &integer, 4);
         if (type == SMOE_TYPE_F32) memcpy(stored + 4 * i, &bits, 4);
         if (type == SMOE_TYPE_BF16) memcpy(stored + 2 * i, &high, 2);
+        if (type == SMOE_TYPE_F16) memcpy(stored + 2 * i, &half, 2);
     }
     return stored;
 }
@@ -174,6 +193,8 @@ static void to_floats(float *values, const char *stored, int64_t count, smoe_typ
         const uint32_t bits = (uint32_t)half << 16;
         if (type == SMOE_TYPE_BF16)
             memcpy(&values[i], &bits, 4);
+        else if (type == SMOE_TYPE_F16)
+            values[i] = of_half(half);
         else
             memcpy(&values[i], stored + 4 * i, 4);
     }
@@ -441,7 +462,7 @@ static const char *const names[TENSORS] = {
 
 static int far_off(const test_case *c, const layer_data *got, const layer_data *want, int tensor)
 {
-    const double limit = c->dtype == SMOE_TYPE_F32 ? 1e-5 : 1.5e-2;
+    const double limit = c->dtype == SMOE_TYPE_F32 ? 1e-5 : c->dtype == SMOE_TYPE_F16 ? 2e-3 : 1.5e-2;
     const double off = distance(got->values[tensor], want->values[tensor], got->count[tensor]);
     if (off <= limit) return 0;
     print_error("%s: %s is off by %g\n", c->name, names[tensor], off);
@@ -467,6 +488,11 @@ static const test_case cases[] = {
      96, 200, 8, 2, 16, 32, 2, 1, 0, 0, 0},
     {"large ranks, one expert", TOPK, EXACT, SWIGLU, 700, 264, 288, 1, 1, 256, 136, 1, 0, 0, 1, 0},
     {"rows", SMOE_ENTRY_FROM_ROWS, EXACT, SWIGLU, 300, 64, 136, 4, 1, 16, 16, 1, 1, 1, 1, 0},
+#ifdef TEST_ON_CUDA
+    {"f16", TOPK, SMOE_TYPE_F16, SWIGLU, 150, 64, 64, 3, 2, 16, 16, 1, 1, 0, 0, 1},
+    {"f16, no gate, accumulated in f32", TOPK, SMOE_TYPE_F16, SMOE_ACTIVATION_SILU, SMOE_LAYOUT_CONCATENATED,
+     90, 136, 104, 4, 2, 8, 40, 1, 0, 1, 1, 0},
+#endif
 };
 
 static void lora_is_the_layer_with_merged_weights(void **state)
