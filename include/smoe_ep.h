@@ -44,7 +44,9 @@
  * of the GPUs of one host: of one process with peer access, or opened by CUDA IPC. A group has a stream of
  * its own, on which rows travel beside the layer's stages. Calls may be captured in a CUDA graph, a pass with
  * all its calls in one. If ranks are threads of one process, set CUDA_MODULE_LOADING=EAGER before CUDA
- * starts: a kernel that is loaded late could wait for one that waits for another rank. */
+ * starts: a kernel that is loaded late could wait for one that waits for another rank. Threads that share a
+ * GPU also need CUDA_DEVICE_MAX_CONNECTIONS=32 and non-blocking streams, and while a rank may wait for them
+ * they allocate nothing and use no default stream. */
 #ifndef SMOE_EP_H
 #define SMOE_EP_H
 
