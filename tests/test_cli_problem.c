@@ -1,4 +1,4 @@
-/* What the program computes without running a layer: parsing, shapes, costs, expected tile waste, medians. */
+/* What the program computes without running a layer: parsing, shapes, costs, expected tile waste. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -6,7 +6,6 @@
 
 #include <cmocka.h>
 
-#include "cli/bench/samples.h"
 #include "cli/support/costs.h"
 #include "cli/support/problem.h"
 #include "cli/support/tile_waste.h"
@@ -213,19 +212,6 @@ static void rounded_counts_waste_no_tile(void **state)
     }
 }
 
-static void samples_have_a_median(void **state)
-{
-    (void)state;
-    double odd[] = {5, 1, 3}, even[] = {4, 1, 3, 2};
-    assert_true(summarize(odd, 3).median == 3);
-    assert_true(summarize(even, 4).median == 2.5);
-    assert_true(summarize(even, 4).least == 1);
-    double many[200];
-    for (int i = 0; i < 200; i++) many[i] = 200 - i;
-    assert_true(summarize(many, 200).p99 == 198);
-    assert_true(isnan(summarize(many, 0).median));
-}
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -233,7 +219,6 @@ int main(void)
         cmocka_unit_test(a_bad_thiek_is_refused),     cmocka_unit_test(shapes_are_those_of_the_csv),
         cmocka_unit_test(costs_are_those_by_hand),    cmocka_unit_test(stages_add_up_to_the_model),
         cmocka_unit_test(tile_waste_is_that_by_hand), cmocka_unit_test(rounded_counts_waste_no_tile),
-        cmocka_unit_test(samples_have_a_median),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
