@@ -49,9 +49,30 @@ static smoe_status rows_fit(smoe_context *context, const moe_problem *problem)
     return SMOE_OK;
 }
 
+static smoe_status f8_fits(smoe_context *context, const moe_problem *problem)
+{
+    const device_state *state = context->state;
+    if (problem->compute == SMOE_COMPUTE_STORAGE) return SMOE_OK;
+    if (!state->kernels->f8)
+        return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                        "%s: compute is fp8, which only the kernels for compute capability 9.0 have; the "
+                        "context's are for %s",
+                        context->function, state->kernels->devices);
+    if (problem->layer.dtype != SMOE_TYPE_BF16)
+        return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                        "%s: dtype is %s, the cuda backend has fp8 for SMOE_TYPE_BF16", context->function,
+                        moe_type_name(problem->layer.dtype));
+    if (!problem->layer.inference)
+        return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
+                        "%s: inference is 0, the cuda backend has only the forward of fp8",
+                        context->function);
+    return SMOE_OK;
+}
+
 static smoe_status supports(smoe_context *context, const moe_problem *problem)
 {
     smoe_status status = rows_fit(context, problem);
+    if (status == SMOE_OK) status = f8_fits(context, problem);
     if (status == SMOE_OK && problem->layer.ranks) {
         moe_ep_problem ep;
         moe_ep_problem_init(&ep, &problem->layer);
@@ -99,4 +120,5 @@ const moe_backend_table moe_cuda_backend = {
     .backward = moe_cuda_backward,
     .update_selection_bias = update_selection_bias,
     .ep = &moe_cuda_ep,
+    .quantize_weights = moe_cuda_quantize_weights,
 };

@@ -2,6 +2,7 @@
  * combine for one chunk after another. */
 #include "host/forward.h"
 #include "check.h"
+#include "f8.h"
 #include "host/ep_host.h"
 #include "host/lora.h"
 #include "schedule/few_rows.h"
@@ -14,6 +15,7 @@
 typedef struct forward_scratch {
     uint64_t counts, tiles, pieces, a, y, routing,
         end;                          /* a's memory is also used by routing, or by the plan as work space */
+    uint64_t a_scale, x8, x_scale;    /* fp8; y overwrites X8 and its scales */
     moe_routing_layout routing_parts; /* FROM_LOGITS; offsets from `routing` */
 } forward_scratch;
 
@@ -35,6 +37,18 @@ static uint64_t routing_bytes(const moe_device *device, const moe_problem *p, mo
     return 0;
 }
 
+/* With fp8: the scales of A behind A8; X8 and its scales, which up reads, where down will write Y. Returns
+ * where they end. */
+static uint64_t lay_out_f8(const moe_problem *p, forward_scratch *s)
+{
+    const smoe_layer *l = &p->layer;
+    const uint64_t groups = (uint64_t)moe_f8_groups(l->intermediate, MOE_F8_A_FEATURES);
+    s->a_scale = s->a + moe_align_up((uint64_t)(p->padded_rows * l->intermediate));
+    s->y = s->x8 = s->a_scale + moe_align_up((uint64_t)p->padded_rows * groups * sizeof(float));
+    s->x_scale = s->x8 + moe_align_up((uint64_t)(l->tokens * l->hidden));
+    return s->x_scale + moe_align_up((uint64_t)l->tokens * sizeof(float));
+}
+
 void moe_cuda_lay_out_forward(const device_state *state, const moe_problem *p, moe_layout *layout)
 {
     const uint64_t element = (uint64_t)p->element, rows = (uint64_t)p->padded_rows;
@@ -48,9 +62,11 @@ void moe_cuda_lay_out_forward(const device_state *state, const moe_problem *p, m
         s.pieces + moe_align_up(sizeof(moe_work) * (uint64_t)moe_work_bound(p->padded_rows, experts, limit));
     s.routing = s.a;
     s.y = s.a + moe_align_up(rows * (uint64_t)p->layer.intermediate * element);
+    const uint64_t f8_end = p->compute == SMOE_COMPUTE_STORAGE ? 0 : lay_out_f8(p, &s);
     const uint64_t experts_end = s.y + moe_align_up(rows * (uint64_t)p->chunk_columns * element);
     const uint64_t plan_end = s.routing + routing_bytes(&state->device, p, &s.routing_parts);
     s.end = experts_end > plan_end ? experts_end : plan_end;
+    if (f8_end > s.end) s.end = f8_end;
     layout->bytes = (p->layer.inference ? p->plan_bytes : 0) + s.end;
     memcpy(layout->parts, &s, sizeof s);
 }
@@ -140,6 +156,7 @@ cudaError_t moe_cuda_up(forward_call *c)
         .values = moe_gate_values_of(layer),
         .lora = {c->plan->p1, c->args->lora_b1, layer->lora_rank1},
     };
+    if (c->problem->compute != SMOE_COMPUTE_STORAGE) return moe_cuda_up_f8(c, &up);
     const cudaError_t status = moe_cuda_lora_p1(c);
     if (status != cudaSuccess) return status;
     if (c->few_rows) return c->state->kernels->up_few_rows(&c->on, &up, few_rows_tiles(c));
@@ -166,6 +183,7 @@ cudaError_t moe_cuda_down(forward_call *c, int64_t first_column, int64_t columns
         .columns = columns,
         .lora = {c->plan->p2, c->args->lora_b2, layer->lora_rank2},
     };
+    if (c->problem->compute != SMOE_COMPUTE_STORAGE) return moe_cuda_down_f8(c, &down);
     const cudaError_t status = first_column ? cudaSuccess : moe_cuda_lora_p2(c);
     if (status != cudaSuccess) return status;
     if (c->few_rows) return c->state->kernels->down_few_rows(&c->on, &down, few_rows_tiles(c));
@@ -250,6 +268,9 @@ forward_call moe_cuda_forward_call(const device_state *state, const moe_problem 
                   (int32_t *)(scratch + s.counts) + 2},
         .a = scratch + s.a,
         .y = scratch + s.y,
+        .x8 = (uint8_t *)scratch + s.x8,
+        .x_scale = (float *)(void *)(scratch + s.x_scale),
+        .a_scale = (float *)(void *)(scratch + s.a_scale),
         .block_offsets = plan->block_offsets,
         .block_stride = 1,
         .rows = problem->padded_rows / MOE_BLOCK_ROWS * MOE_BLOCK_ROWS,
@@ -268,6 +289,7 @@ smoe_status moe_cuda_forward(smoe_context *context, const moe_call *call, const 
     if (!problem->layer.tokens) return moe_cuda_no_tokens(context, call, args);
     forward_call c =
         moe_cuda_forward_call(state, problem, &call->layout, &call->plan, args, call->scratch, call->stream);
+    c.weights_f8 = call->weights_f8;
     forward_scratch s;
     memcpy(&s, call->layout.parts, sizeof s);
     if (stages != MOE_EXPERTS && problem->layer.entry == SMOE_ENTRY_FROM_LOGITS)

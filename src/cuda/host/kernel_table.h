@@ -129,6 +129,7 @@ typedef struct moe_kernels {
     cudaError_t (*dh)(moe_launch *on, const moe_dh *dh);
     cudaError_t (*dw)(moe_launch *on, const moe_dw *dw);
     cudaError_t (*dx_rows)(moe_launch *on, const moe_dx_rows *dx);
+    const struct moe_f8_kernels *f8; /* host/f8_table.h; NULL: no fp8 */
 } moe_kernels;
 
 /* The best first. */

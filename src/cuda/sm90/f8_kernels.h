@@ -1,75 +1,25 @@
-/* What fp8 adds on Hopper, in plain C: launches of the kernels that quantise, and of the experts' GEMMs in
- * e4m3. src/f8.h has the numerics. Buffers are device memory. */
+/* The launch functions of Hopper's fp8 kernels, for the table of f8_kernels.c, and their init functions, as
+ * in kernels.h. */
 #ifndef SMOE_CUDA_SM90_F8_KERNELS_H
 #define SMOE_CUDA_SM90_F8_KERNELS_H
 
-#include "f8.h"
-#include "host/kernel_table.h"
+#include "host/f8_table.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* Rows of X or dO. */
-typedef struct moe_f8_rows {
-    const void *x;  /* (rows, columns) dtype */
-    uint8_t *bytes; /* (rows, columns) */
-    float *scale;   /* (rows) */
-    int64_t rows, columns;
-} moe_f8_rows;
+cudaError_t moe_sm90_f8_up_init(const moe_device *device);
+cudaError_t moe_sm90_f8_down_init(const moe_device *device);
+cudaError_t moe_sm90_f8_dx_rows_init(const moe_device *device);
 
 cudaError_t moe_sm90_f8_rows(const moe_launch *on, const moe_f8_rows *rows);
-
-/* moe_f8_weights.work, of an expert: the largest magnitudes of W1 and W2, how many parts have been read for
- * each, and the call's counter of units, which is that of its first expert. */
-typedef struct moe_f8_work {
-    uint32_t amax[2], read[2], turn, unused[3];
-} moe_f8_work;
-static_assert(sizeof(moe_f8_work) == MOE_F8_WORK_BYTES, "the layout has room for it");
-
-/* The weights of experts first to first + count - 1. */
-typedef struct moe_f8_quantized {
-    const void *w1, *w2; /* of expert `first`: (count, h_width, hidden), (count, hidden, intermediate) */
-    smoe_type type;      /* of w1 and w2: BF16, F16 or F32 */
-    moe_f8_weights to;
-    int64_t first, count, hidden, intermediate, h_width;
-    int interleaved; /* rows of w1 */
-} moe_f8_quantized;
-
 cudaError_t moe_sm90_f8_weights(const moe_launch *on, const moe_f8_quantized *weights);
-
-/* up: x is X8, w1 is W1_8 with gate rows before up rows, a is A8; `interleaved` is the order of b1. Without
- * LoRA. */
-typedef struct moe_f8_up {
-    moe_up up;
-    const float *x_scale; /* (T) */
-    const float *w_scale; /* (experts) */
-    float *a_scale;       /* out: (rows, ceil(n / 128)) */
-} moe_f8_up;
-
-cudaError_t moe_sm90_f8_up_init(const moe_device *device);
 cudaError_t moe_sm90_f8_up(moe_launch *on, const moe_f8_up *up);
-
-/* down: a is A8, w2 is W2_8. Without LoRA. */
-typedef struct moe_f8_down {
-    moe_down down;
-    const float *a_scale; /* (rows, ceil(n / 128)) */
-    const float *w_scale; /* (experts) */
-} moe_f8_down;
-
-cudaError_t moe_sm90_f8_down_init(const moe_device *device);
 cudaError_t moe_sm90_f8_down(moe_launch *on, const moe_f8_down *down);
-
-/* dx_rows: dh is dH8 with gate columns before up columns, w1 is W1_8 transposed (experts, hidden, halves x
- * intermediate) in that order; row_width is `intermediate`. Without LoRA. */
-typedef struct moe_f8_dx_rows {
-    moe_dx_rows dx;
-    const float *dh_scale; /* (rows, ceil(n / 256)) */
-    const float *w_scale;  /* (experts) */
-} moe_f8_dx_rows;
-
-cudaError_t moe_sm90_f8_dx_rows_init(const moe_device *device);
 cudaError_t moe_sm90_f8_dx_rows(moe_launch *on, const moe_f8_dx_rows *dx);
+
+extern const moe_f8_kernels moe_sm90_f8_kernels;
 
 #ifdef __cplusplus
 }

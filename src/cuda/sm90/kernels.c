@@ -51,4 +51,5 @@ const moe_kernels moe_sm90_kernels = {
     .dh = moe_sm90_dh,
     .dw = moe_sm90_dw,
     .dx_rows = moe_sm90_dx_rows,
+    .f8 = &moe_sm90_f8_kernels,
 };
