@@ -14,6 +14,7 @@
 // - offsets: sums the bits of the slots before a slot.
 // - map: a row's place in its slot's list is the number of lower experts, which follows from the bits. So no
 //   result depends on the order in which threads run.
+// Few rows take one launch, in which one CTA does the last four.
 //
 // Bytes: 8 R sent and read, 16 R written, W max_tokens E / 8 of bits written once and read twice. No FLOPs.
 #include "common/launch.cuh"
@@ -27,7 +28,13 @@ namespace ep
 namespace
 {
 
-enum { THREADS = 256, COUNT_THREADS = 1024, SLOTS_A_THREAD = 4, SEGMENT = COUNT_THREADS * SLOTS_A_THREAD };
+enum {
+    THREADS = 256,
+    COUNT_THREADS = 1024,
+    SLOTS_A_THREAD = 4,
+    SEGMENT = COUNT_THREADS * SLOTS_A_THREAD,
+    FEW_ROWS = 8192
+};
 
 struct stripe {
     int32_t *counts, *tokens;
@@ -42,20 +49,41 @@ MOE_DEVICE stripe stripe_at(const moe_ep_view &v, int rank, int source)
 
 // ---- send: CTA g copies the rows of expert g of all ranks' experts
 
+// The rows of an expert, a number of all ranks' experts, by `threads` threads.
+MOE_DEVICE void send_rows(const moe_ep_view &v, const moe_ep_own_plan &plan, int global, int thread,
+                          int threads)
+{
+    const int rank = global / plan.each, expert = global - rank * plan.each;
+    const int count = __ldg(plan.counts + global), from = MOE_BLOCK_ROWS * __ldg(plan.block_offsets + global);
+    const int at = __ldg(plan.offsets + global) - __ldg(plan.offsets + rank * plan.each);
+    const stripe to = stripe_at(v, rank, v.rank);
+    if (thread == 0) to.counts[expert] = count;
+    for (int i = thread; i < count; i += threads) {
+        to.tokens[at + i] = __ldg(plan.row_token + from + i);
+        to.weights[at + i] = __ldg(plan.row_weight + from + i);
+    }
+}
+
 __global__ void __launch_bounds__(THREADS)
     send(const __grid_constant__ moe_ep_view v, const __grid_constant__ moe_ep_own_plan plan)
 {
     if (has_failed(v)) return;
-    const int global = blockIdx.x, rank = global / plan.each, expert = global - rank * plan.each;
-    const int count = __ldg(plan.counts + global), from = MOE_BLOCK_ROWS * __ldg(plan.block_offsets + global);
-    const int at = __ldg(plan.offsets + global) - __ldg(plan.offsets + rank * plan.each);
-    const stripe to = stripe_at(v, rank, v.rank);
-    if (threadIdx.x == 0) to.counts[expert] = count;
-    for (int i = threadIdx.x; i < count; i += THREADS) {
-        to.tokens[at + i] = __ldg(plan.row_token + from + i);
-        to.weights[at + i] = __ldg(plan.row_weight + from + i);
-    }
+    send_rows(v, plan, blockIdx.x, threadIdx.x, THREADS);
     signal_when_done(v, MOE_EP_HEADER, moe_ep_mark(call_of(v), 0));
+}
+
+// For few rows: the start of the call too, in one CTA.
+__global__ void __launch_bounds__(COUNT_THREADS, 1)
+    begin_and_send(const __grid_constant__ moe_ep_begin_call c, const __grid_constant__ moe_ep_own_plan plan)
+{
+    const moe_ep_view &v = c.view;
+    const int warp = threadIdx.x >> 5;
+    const bool begun = warp == 0 && begin_call(c);
+    if (!__syncthreads_or(begun)) return;
+    for (int i = warp; i < plan.each * v.ranks; i += COUNT_THREADS / 32)
+        send_rows(v, plan, i, threadIdx.x & 31, 32);
+    __syncthreads();
+    if (warp == 0) signal_all(v, MOE_EP_HEADER, moe_ep_mark(call_of(v), 0));
 }
 
 // ---- count
@@ -227,9 +255,8 @@ template <typename L> MOE_DEVICE void list_runs(const L &lists, const some_runs 
     lists.turn[0] = lists.turn[1] = 0;
 }
 
-__global__ void __launch_bounds__(COUNT_THREADS, 1) count(const __grid_constant__ moe_ep_received_plan p)
+MOE_DEVICE void count_rows(const moe_ep_received_plan &p, uint32_t *scratch)
 {
-    __shared__ uint32_t scratch[32];
     const moe_ep_view &v = p.view;
     const int waves = moe_ep_waves(v.parts), runs = p.experts * waves * v.ranks;
     const bool failed = __syncthreads_or(threadIdx.x == 0 && has_failed(v));
@@ -249,6 +276,12 @@ __global__ void __launch_bounds__(COUNT_THREADS, 1) count(const __grid_constant_
                   p.piece_limit);
 }
 
+__global__ void __launch_bounds__(COUNT_THREADS, 1) count(const __grid_constant__ moe_ep_received_plan p)
+{
+    __shared__ uint32_t scratch[32];
+    count_rows(p, scratch);
+}
+
 __global__ void __launch_bounds__(32) backward_waves(const __grid_constant__ moe_ep_backward_waves p)
 {
     const int list = blockIdx.x, runs = p.experts * p.waves, kept = p.past.kept;
@@ -263,22 +296,25 @@ __global__ void __launch_bounds__(32) backward_waves(const __grid_constant__ moe
         p.kept_blocks[i] = min(p.run_blocks[i], kept);
 }
 
-// ---- place and map: a CTA for each (expert, source)
+// ---- place, offsets and map
 
-// The expert's place in the order: by descending count, equal counts by ascending id.
-MOE_DEVICE void write_order(const moe_ep_received_plan &p, int expert, uint32_t *scratch)
+// Number of the experts first, first + step, ... that come before the expert: by descending count, equal
+// counts by ascending id.
+MOE_DEVICE int experts_before(const moe_ep_received_plan &p, int expert, int first, int step)
 {
-    const int own = __ldg(p.counts + expert);
-    uint32_t before = 0;
-    for (int e = threadIdx.x; e < p.experts; e += THREADS) {
-        const int other = __ldg(p.counts + e);
+    const int own = p.counts[expert];
+    int before = 0;
+    for (int e = first; e < p.experts; e += step) {
+        const int other = p.counts[e];
         before += other > own || (other == own && e < expert);
     }
-    before = sum_of_threads<THREADS / 32>(before, scratch);
-    if (threadIdx.x) return;
+    return before;
+}
+
+MOE_DEVICE void write_order(const moe_ep_received_plan &p, int expert, int before)
+{
     p.order[before] = expert;
-    p.spans[expert] =
-        MOE_BLOCK_ROWS * (__ldg(p.block_offsets + expert + 1) - __ldg(p.block_offsets + expert));
+    p.spans[expert] = MOE_BLOCK_ROWS * (p.block_offsets[expert + 1] - p.block_offsets[expert]);
 }
 
 MOE_DEVICE void write_pads(const moe_ep_received_plan &p, int first, int end, int thread, int threads)
@@ -289,16 +325,16 @@ MOE_DEVICE void write_pads(const moe_ep_received_plan &p, int first, int end, in
     }
 }
 
-__global__ void __launch_bounds__(THREADS) place(const __grid_constant__ moe_ep_received_plan p)
+// The rows of an expert that come from a source, by `threads` threads.
+MOE_DEVICE void place_rows(const moe_ep_received_plan &p, int waves, int expert, int s, int thread,
+                           int threads)
 {
-    __shared__ uint32_t scratch[THREADS / 32];
     const moe_ep_view &v = p.view;
-    const int waves = moe_ep_waves(v.parts), expert = blockIdx.x / v.ranks, s = blockIdx.x - expert * v.ranks;
     const stripe from = stripe_at(v, v.rank, s);
     for (int w = 0; w < waves; w++) {
-        const int run = run_of(p, waves, expert, w, s), rows = __ldg(p.run_counts + run);
-        const int first = __ldg(p.starts + run), sent = __ldg(p.sent + run);
-        for (int i = threadIdx.x; i < rows; i += THREADS) {
+        const int run = run_of(p, waves, expert, w, s), rows = p.run_counts[run];
+        const int first = p.starts[run], sent = p.sent[run];
+        for (int i = thread; i < rows; i += threads) {
             const int64_t slot = s * v.max_tokens + __ldcg(from.tokens + sent + i);
             p.row_token[first + i] = (int32_t)slot;
             p.row_weight[first + i] = __ldcg(from.weights + sent + i);
@@ -306,29 +342,37 @@ __global__ void __launch_bounds__(THREADS) place(const __grid_constant__ moe_ep_
         }
         const int end = first + rows;
         if (s == v.ranks - 1)
-            write_pads(p, end, (end + MOE_BLOCK_ROWS - 1) / MOE_BLOCK_ROWS * MOE_BLOCK_ROWS, threadIdx.x,
-                       THREADS);
+            write_pads(p, end, (end + MOE_BLOCK_ROWS - 1) / MOE_BLOCK_ROWS * MOE_BLOCK_ROWS, thread, threads);
     }
-    if (s == 0) write_order(p, expert, scratch);
-    write_pads(p, MOE_BLOCK_ROWS * __ldg(p.block_offsets + p.experts), p.padded_rows,
+}
+
+__global__ void __launch_bounds__(THREADS) place(const __grid_constant__ moe_ep_received_plan p)
+{
+    __shared__ uint32_t scratch[THREADS / 32];
+    const int ranks = p.view.ranks, expert = blockIdx.x / ranks, s = blockIdx.x - expert * ranks;
+    place_rows(p, moe_ep_waves(p.view.parts), expert, s, threadIdx.x, THREADS);
+    if (s == 0) {
+        const uint32_t before = (uint32_t)experts_before(p, expert, threadIdx.x, THREADS);
+        const uint32_t all = sum_of_threads<THREADS / 32>(before, scratch);
+        if (threadIdx.x == 0) write_order(p, expert, (int)all);
+    }
+    write_pads(p, MOE_BLOCK_ROWS * p.block_offsets[p.experts], p.padded_rows,
                (int)(blockIdx.x * THREADS + threadIdx.x), (int)gridDim.x * THREADS);
 }
 
 MOE_DEVICE uint32_t rows_of_slot(const moe_ep_received_plan &p, int64_t slot)
 {
     uint32_t rows = 0;
-    for (int i = 0; i < p.words; i++) rows += __popc(__ldg(p.mask + slot * p.words + i));
+    for (int i = 0; i < p.words; i++) rows += __popc(p.mask[slot * p.words + i]);
     return rows;
 }
 
-__global__ void __launch_bounds__(COUNT_THREADS, 1) offsets(const __grid_constant__ moe_ep_received_plan p)
+MOE_DEVICE void sum_slots(const moe_ep_received_plan &p, int segment, uint32_t *scratch)
 {
-    __shared__ uint32_t scratch[32];
-    const int64_t slots = p.view.ranks * p.view.max_tokens, first = (int64_t)blockIdx.x * SEGMENT;
+    const int64_t slots = p.view.ranks * p.view.max_tokens, first = (int64_t)segment * SEGMENT;
     uint32_t before = 0, own[SLOTS_A_THREAD], sum = 0;
 #pragma unroll 4
-    for (int64_t i = threadIdx.x; i < first * p.words; i += COUNT_THREADS)
-        before += __popc(__ldg(p.mask + i));
+    for (int64_t i = threadIdx.x; i < first * p.words; i += COUNT_THREADS) before += __popc(p.mask[i]);
     before = sum_of_threads<COUNT_THREADS / 32>(before, scratch);
 #pragma unroll
     for (int i = 0; i < SLOTS_A_THREAD; i++) {
@@ -345,22 +389,57 @@ __global__ void __launch_bounds__(COUNT_THREADS, 1) offsets(const __grid_constan
     }
 }
 
-__global__ void __launch_bounds__(THREADS) map(const __grid_constant__ moe_ep_received_plan p)
+__global__ void __launch_bounds__(COUNT_THREADS, 1) offsets(const __grid_constant__ moe_ep_received_plan p)
 {
-    const moe_ep_view &v = p.view;
-    const int waves = moe_ep_waves(v.parts), expert = blockIdx.x / v.ranks, s = blockIdx.x - expert * v.ranks;
+    __shared__ uint32_t scratch[32];
+    sum_slots(p, blockIdx.x, scratch);
+}
+
+// As place_rows.
+MOE_DEVICE void map_rows(const moe_ep_received_plan &p, int waves, int expert, int s, int thread, int threads)
+{
     for (int w = 0; w < waves; w++) {
-        const int run = run_of(p, waves, expert, w, s), rows = __ldg(p.run_counts + run);
-        const int first = __ldg(p.starts + run);
-        for (int i = threadIdx.x; i < rows; i += THREADS) {
-            const int64_t slot = __ldg(p.row_token + first + i);
+        const int run = run_of(p, waves, expert, w, s), rows = p.run_counts[run], first = p.starts[run];
+        for (int i = thread; i < rows; i += threads) {
+            const int64_t slot = p.row_token[first + i];
             const uint32_t *bits = p.mask + slot * p.words;
-            int at = __ldg(p.token_offsets + slot);
-            for (int j = 0; j < expert / 32; j++) at += __popc(__ldg(bits + j));
-            at += __popc(__ldg(bits + expert / 32) & ((1u << (expert & 31)) - 1));
+            int at = p.token_offsets[slot];
+            for (int j = 0; j < expert / 32; j++) at += __popc(bits[j]);
+            at += __popc(bits[expert / 32] & ((1u << (expert & 31)) - 1));
             p.token_rows[at] = first + i;
         }
     }
+}
+
+__global__ void __launch_bounds__(THREADS) map(const __grid_constant__ moe_ep_received_plan p)
+{
+    const int ranks = p.view.ranks, expert = blockIdx.x / ranks, s = blockIdx.x - expert * ranks;
+    map_rows(p, moe_ep_waves(p.view.parts), expert, s, threadIdx.x, THREADS);
+}
+
+// ---- few: for few rows and one wave all of the above in one CTA, and both waits
+
+__global__ void __launch_bounds__(COUNT_THREADS, 1)
+    few(const __grid_constant__ moe_ep_received_plan p, const __grid_constant__ moe_ep_begin_call c,
+        int64_t *tokens)
+{
+    __shared__ uint32_t scratch[32];
+    const int ranks = p.view.ranks, warp = threadIdx.x >> 5, lane = threadIdx.x & 31,
+              runs = p.experts * ranks;
+    if (warp == 0) wait_for_headers(c, tokens);
+    for (int i = threadIdx.x; i < ranks * p.view.max_tokens * p.words; i += COUNT_THREADS) p.mask[i] = 0;
+    __syncthreads();
+    count_rows(p, scratch);
+    __syncthreads();
+    for (int i = warp; i < runs; i += COUNT_THREADS / 32) place_rows(p, 1, i / ranks, i % ranks, lane, 32);
+    for (int e = threadIdx.x; e < p.experts; e += COUNT_THREADS)
+        write_order(p, e, experts_before(p, e, 0, 1));
+    write_pads(p, MOE_BLOCK_ROWS * p.block_offsets[p.experts], p.padded_rows, threadIdx.x, COUNT_THREADS);
+    __syncthreads();
+    sum_slots(p, 0, scratch);
+    __syncthreads();
+    for (int i = warp; i < runs; i += COUNT_THREADS / 32) map_rows(p, 1, i / ranks, i % ranks, lane, 32);
+    if (warp == 0) wait_all(p.view, MOE_EP_INPUT, moe_ep_mark(call_of(p.view), 0));
 }
 
 } // namespace
@@ -378,6 +457,20 @@ extern "C" cudaError_t moe_cuda_ep_backward_waves(const moe_launch *on, const mo
 {
     return moe::enqueue(moe::ep::backward_waves, (unsigned)p->waves + (p->kept_blocks ? 2 : 0), 32, 0,
                         on->stream, *p);
+}
+
+extern "C" cudaError_t moe_cuda_ep_begin_few(const moe_launch *on, const moe_ep_begin_call *c,
+                                             const moe_ep_own_plan *plan)
+{
+    using namespace moe::ep;
+    return moe::enqueue(begin_and_send, 1, COUNT_THREADS, 0, on->stream, *c, *plan);
+}
+
+extern "C" cudaError_t moe_cuda_ep_plan_few(const moe_launch *on, const moe_ep_received_plan *p,
+                                            const moe_ep_begin_call *c, int64_t *tokens)
+{
+    using namespace moe::ep;
+    return moe::enqueue(few, 1, COUNT_THREADS, 0, on->stream, *p, *c, tokens);
 }
 
 extern "C" cudaError_t moe_cuda_ep_plan(const moe_launch *on, const moe_ep_received_plan *p)

@@ -27,7 +27,7 @@ namespace ep
 namespace
 {
 
-enum { THREADS = 1024, WARPS = THREADS / 32, COPIED = 4, SUMMED = 2 /* vectors of a lane */ };
+enum { THREADS = 1024, WAITING_WARPS = 8, COPIED = 4, SUMMED = 2 /* vectors of a lane */ };
 
 MOE_DEVICE int first_warp()
 {
@@ -36,7 +36,7 @@ MOE_DEVICE int first_warp()
 
 MOE_DEVICE int all_warps()
 {
-    return WARPS * (int)gridDim.x;
+    return (int)(blockDim.x >> 5) * (int)gridDim.x;
 }
 
 // ---- push
@@ -102,7 +102,8 @@ template <typename T> MOE_DEVICE uint4 rounded(const float (&sum)[8])
                       S::pack(sum[6], sum[7]));
 }
 
-// sums += weight times the vectors of a row from `column` on, which are 32 apart.
+// sums += weight times the vectors of a row from `column` on, which are 32 apart. The row may have been
+// written by another rank while this kernel waited, so it is not read through L1.
 template <typename T>
 MOE_DEVICE void add_row(float (&sums)[SUMMED][8], const uint4 *row, int column, int vectors, float weight)
 {
@@ -110,7 +111,7 @@ MOE_DEVICE void add_row(float (&sums)[SUMMED][8], const uint4 *row, int column, 
 #pragma unroll
     for (int i = 0; i < SUMMED; i++) {
         v[i] = make_uint4(0, 0, 0, 0);
-        if (column + 32 * i < vectors) v[i] = __ldg(row + column + 32 * i);
+        if (column + 32 * i < vectors) v[i] = __ldcg(row + column + 32 * i);
     }
 #pragma unroll
     for (int i = 0; i < SUMMED; i++) add<T>(sums[i], v[i], weight);
@@ -221,6 +222,8 @@ template <typename T>
 __global__ void __launch_bounds__(THREADS, 1) collect(const __grid_constant__ moe_ep_collect p)
 {
     __shared__ rank_rows rows;
+    if (p.waits && threadIdx.x < 32) wait_all(p.view, MOE_EP_RETURN, moe_ep_mark(call_of(p.view), 0));
+    __syncthreads();
     const bool failed = has_failed(p.view);
     load_rank_rows(rows, p.view, p.plan);
 #pragma unroll 1
@@ -265,8 +268,10 @@ extern "C" cudaError_t moe_cuda_ep_collect(const moe_launch *on, const moe_ep_co
 {
     using namespace moe;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        return enqueue(ep::collect<typename decltype(t)::type>, 2u * (unsigned)on->sms, ep::THREADS, 0,
-                       on->stream, *p);
+        const unsigned few = (unsigned)(p->tokens + ep::WAITING_WARPS - 1) / ep::WAITING_WARPS;
+        const unsigned ctas = p->waits ? (few ? few : 1u) : 2u * (unsigned)on->sms;
+        return enqueue(ep::collect<typename decltype(t)::type>, ctas,
+                       p->waits ? 32u * ep::WAITING_WARPS : (unsigned)ep::THREADS, 0, on->stream, *p);
     });
 }
 

@@ -17,7 +17,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOVER_SMS = 16 }; /* while stages run beside movers */
+enum {
+    MOVER_SMS = 16, /* while stages run beside movers */
+    FEW_TOKENS = 64 /* with at most so many and one wave collect waits itself, on at most 8 SMs */
+};
 
 static_assert((int)MOE_EP_MAX_PARTS + 2 == sizeof((moe_ep_received_plan *)0)->lists / sizeof(moe_cuda_lists),
               "a work list for each wave");
@@ -387,11 +390,19 @@ void moe_cuda_ep_add_scratch(const device_state *state, const moe_problem *probl
         backward->bytes = larger(backward->bytes, moe_cuda_ep_backward_scratch(state, &problem->layer, &ep));
 }
 
+static int has_few_rows(const ep_call *c)
+{
+    const moe_problem *p = &c->received.received;
+    return c->waves == 1 && p->layer.tokens <= MOE_EP_FEW_SLOTS && p->padded_rows <= MOE_EP_FEW_ROWS;
+}
+
 static cudaError_t dispatch(const ep_call *c, const smoe_forward_args *args)
 {
     moe_stage_begin(c->context, SMOE_STAGE_DISPATCH, c->main.stream);
-    cudaError_t status = moe_cuda_ep_begin(&c->main, &c->begin);
-    if (status == cudaSuccess) status = moe_cuda_ep_send_routing(&c->main, &c->begin.view, &c->own);
+    cudaError_t status = has_few_rows(c) ? moe_cuda_ep_begin_few(&c->main, &c->begin, &c->own)
+                                         : moe_cuda_ep_begin(&c->main, &c->begin);
+    if (status == cudaSuccess && !has_few_rows(c))
+        status = moe_cuda_ep_send_routing(&c->main, &c->begin.view, &c->own);
     if (status == cudaSuccess)
         status = moe_cuda_ep_push_parts(c, args->x, c->ep->window.x, MOE_EP_INPUT, c->received.parts);
     moe_stage_end(c->context, SMOE_STAGE_DISPATCH, c->main.stream);
@@ -436,8 +447,13 @@ static moe_ep_received_plan plan_of(const ep_call *c, const received_scratch *s,
 static cudaError_t plan_received(const ep_call *c, const moe_ep_received_plan *plan)
 {
     moe_stage_begin(c->context, SMOE_STAGE_PLAN, c->main.stream);
-    cudaError_t status = moe_cuda_ep_take_headers(&c->main, &c->begin, c->arrays.tokens);
-    if (status == cudaSuccess) status = moe_cuda_ep_plan(&c->main, plan);
+    cudaError_t status;
+    if (has_few_rows(c)) {
+        status = moe_cuda_ep_plan_few(&c->main, plan, &c->begin, c->arrays.tokens);
+    } else {
+        status = moe_cuda_ep_take_headers(&c->main, &c->begin, c->arrays.tokens);
+        if (status == cudaSuccess) status = moe_cuda_ep_plan(&c->main, plan);
+    }
     moe_stage_end(c->context, SMOE_STAGE_PLAN, c->main.stream);
     return status;
 }
@@ -447,9 +463,8 @@ static cudaError_t run_wave(const ep_call *c, forward_call *rows, int wave)
 {
     smoe_context *context = c->context;
     const int64_t hidden = c->problem->layer.hidden, chunk = c->problem->chunk_columns;
-    cudaError_t status = moe_cuda_ep_enter_wave(c, wave);
     moe_stage_begin(context, SMOE_STAGE_UP, c->main.stream);
-    if (status == cudaSuccess) status = moe_cuda_up(rows);
+    cudaError_t status = moe_cuda_up(rows);
     moe_stage_end(context, SMOE_STAGE_UP, c->main.stream);
     for (int64_t first = 0; first < hidden && status == cudaSuccess; first += chunk) {
         const int64_t columns = hidden - first < chunk ? hidden - first : chunk;
@@ -498,10 +513,11 @@ static cudaError_t experts(ep_call *c, const smoe_forward_args *args, const char
     cudaError_t status = plan_received(c, &plan);
     if (status == cudaSuccess) status = keep_b1(c, args->b1);
     for (int wave = 0; wave < c->waves && status == cudaSuccess; wave++) {
+        if (!has_few_rows(c)) status = moe_cuda_ep_enter_wave(c, wave);
         rows.lists = plan.lists[wave];
         rows.block_offsets = c->arrays.run_blocks + wave;
         rows.block_stride = c->waves;
-        status = run_wave(c, &rows, wave);
+        if (status == cudaSuccess) status = run_wave(c, &rows, wave);
     }
     if (status == cudaSuccess && c->waves > 1)
         status = moe_cuda_ep_signal(&c->main, &c->begin.view, MOE_EP_FREE, 0);
@@ -518,10 +534,12 @@ static cudaError_t collect(const ep_call *c, const smoe_forward_args *args)
         .out = args->out,
         .tokens = c->problem->layer.tokens,
         .hidden = c->problem->layer.hidden,
+        .waits = c->waves == 1 && c->ep->window.max_tokens <= FEW_TOKENS,
     };
     moe_stage_begin(c->context, SMOE_STAGE_COLLECT, c->main.stream);
-    cudaError_t status =
-        moe_cuda_ep_gate(&c->main, &c->begin.view, MOE_EP_RETURN, c->received.parts - 1, NULL);
+    cudaError_t status = cudaSuccess;
+    if (!p.waits)
+        status = moe_cuda_ep_gate(&c->main, &c->begin.view, MOE_EP_RETURN, c->received.parts - 1, NULL);
     if (status == cudaSuccess) status = moe_cuda_ep_collect(&c->main, &p);
     moe_stage_end(c->context, SMOE_STAGE_COLLECT, c->main.stream);
     return status;

@@ -1,6 +1,7 @@
 /* The kernels of layers with ranks, as the host side sees them: see launch.h. They move rows between windows
- * and wait for flags. A kernel that waits has one warp, so that it holds no SM. Once the group has failed,
- * kernels that send or wait do nothing, and the plan of received rows is empty. */
+ * and wait for flags. A kernel that waits has one warp, or for few rows a few CTAs, so that no SM or few are
+ * held: another rank's kernels may need them. Once the group has failed, kernels that send or wait do
+ * nothing, and the plan of received rows is empty. */
 #ifndef SMOE_CUDA_EP_LAUNCH_H
 #define SMOE_CUDA_EP_LAUNCH_H
 
@@ -104,6 +105,14 @@ typedef struct moe_ep_received_plan {
 
 cudaError_t moe_cuda_ep_plan(const moe_launch *on, const moe_ep_received_plan *plan);
 
+/* For at most so many slots and padded rows, and one wave: begin and send_routing in one launch;
+ * take_headers, the plan and the gate of X in one. */
+enum { MOE_EP_FEW_SLOTS = 4095, MOE_EP_FEW_ROWS = 8192 };
+cudaError_t moe_cuda_ep_begin_few(const moe_launch *on, const moe_ep_begin_call *call,
+                                  const moe_ep_own_plan *plan);
+cudaError_t moe_cuda_ep_plan_few(const moe_launch *on, const moe_ep_received_plan *plan,
+                                 const moe_ep_begin_call *call, int64_t *tokens);
+
 /* The work lists of each wave for dh and dx_rows, without the rows whose H is not kept. */
 typedef struct moe_ep_backward_waves {
     const int32_t *run_blocks;
@@ -157,6 +166,7 @@ typedef struct moe_ep_collect {
     const moe_cuda_term *terms;
     const void *router_weight;
     int64_t tokens, hidden;
+    int32_t waits; /* 1: the kernel itself waits for the sums: for few tokens, on few SMs */
 } moe_ep_collect;
 cudaError_t moe_cuda_ep_collect(const moe_launch *on, const moe_ep_collect *collect);
 
