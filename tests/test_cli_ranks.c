@@ -419,7 +419,7 @@ static void differences_are_named(void **state)
     expect_difference(state, "-o e text.txt", "-o e missing.txt", "rank 1: missing.txt: ");
 }
 
-static void ranks_from_the_environment(void **state)
+static void ranks_come_from_the_environment(void **state)
 {
     static char output[OUTPUT_BYTES];
     static const struct {
@@ -454,7 +454,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_hung_rank_is_named, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_stop_reaches_all_ranks, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(differences_are_named, set_up, folder_teardown),
-        cmocka_unit_test_setup_teardown(ranks_from_the_environment, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(ranks_come_from_the_environment, set_up, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -85,7 +85,7 @@ static void every_number_of_waves_gives_the_same_bits(void **state)
     }
 }
 
-static void all_activations(void **state)
+static void all_activations_give_the_layers_bits(void **state)
 {
     (void)state;
     static const smoe_activation activations[] = {
@@ -101,7 +101,7 @@ static void all_activations(void **state)
     }
 }
 
-static void from_logits(void **state)
+static void ranks_route_from_logits(void **state)
 {
     (void)state;
     for (int score = 0; score < 3; score++) {
@@ -121,7 +121,7 @@ static void inference_gives_the_same_output(void **state)
     check_threads(&layer, uneven, 1, 3);
 }
 
-static void reuse_saved_and_accumulate(void **state)
+static void reused_memory_and_old_gradients_are_right(void **state)
 {
     (void)state;
     smoe_layer layer = ep_describe(2, 8, 2, SMOE_TYPE_F32);
@@ -137,7 +137,7 @@ static void reuse_saved_and_accumulate(void **state)
     ep_free(c);
 }
 
-static void all_tokens_to_one_rank_or_one_expert(void **state)
+static void one_rank_or_one_expert_may_have_all_tokens(void **state)
 {
     (void)state;
     for (int experts = 1; experts <= 4; experts += 3) {
@@ -195,7 +195,7 @@ static void a_rank_keeps_at_most_1_3_of_the_layer(void **state)
     smoe_destroy(context);
 }
 
-static void lockstep_in_one_thread(void **state)
+static void one_thread_may_run_all_ranks(void **state)
 {
     (void)state;
     for (int ranks = 1; ranks <= 8; ranks *= 2)
@@ -213,7 +213,7 @@ static void lockstep_in_one_thread(void **state)
         }
 }
 
-static void processes_with_shared_windows(void **state)
+static void processes_share_windows(void **state)
 {
     (void)state;
     smoe_layer layer = ep_describe(4, 8, 3, SMOE_TYPE_BF16);
@@ -423,17 +423,17 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         /* first: with the thread sanitizer a process forks only while it has one thread */
-        cmocka_unit_test(processes_with_shared_windows),
+        cmocka_unit_test(processes_share_windows),
         cmocka_unit_test(threads_give_the_layers_bits),
         cmocka_unit_test(every_number_of_waves_gives_the_same_bits),
-        cmocka_unit_test(all_activations),
-        cmocka_unit_test(from_logits),
+        cmocka_unit_test(all_activations_give_the_layers_bits),
+        cmocka_unit_test(ranks_route_from_logits),
         cmocka_unit_test(inference_gives_the_same_output),
-        cmocka_unit_test(reuse_saved_and_accumulate),
-        cmocka_unit_test(all_tokens_to_one_rank_or_one_expert),
+        cmocka_unit_test(reused_memory_and_old_gradients_are_right),
+        cmocka_unit_test(one_rank_or_one_expert_may_have_all_tokens),
         cmocka_unit_test(rows_past_the_capacity_change_no_bits),
         cmocka_unit_test(a_rank_keeps_at_most_1_3_of_the_layer),
-        cmocka_unit_test(lockstep_in_one_thread),
+        cmocka_unit_test(one_thread_may_run_all_ranks),
         cmocka_unit_test(delays_at_every_flag_change_nothing),
         cmocka_unit_test(two_layers_use_one_group),
         cmocka_unit_test(a_nan_changes_no_other_token),

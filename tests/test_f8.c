@@ -19,7 +19,7 @@ static double value_of(int byte)
     return byte & 0x80 ? -magnitude : magnitude;
 }
 
-static void every_code(void **state)
+static void every_code_is_right(void **state)
 {
     (void)state;
     for (int byte = 0; byte < 256; byte++) {
@@ -70,7 +70,7 @@ static void check_scale(float amax)
                 largest / 16 + 0x1p-10);
 }
 
-static void scales(void **state)
+static void a_scale_fits_the_largest_value(void **state)
 {
     (void)state;
     for (uint32_t bf16 = 1; bf16 < 0x7f80u; bf16++) check_scale(moe_float_of(bf16 << 16));
@@ -82,7 +82,7 @@ static void scales(void **state)
     }
 }
 
-static void zeros_nan_and_inf(void **state)
+static void zeros_nan_and_inf_are_kept(void **state)
 {
     (void)state;
     assert_true(moe_f8_scale(0) == 0x1p-126f && moe_f8_factor(0) == 0x1p126f);
@@ -109,7 +109,7 @@ static void integers_are_exact(void **state)
 }
 
 /* All bytes times 2^0 to 2^-20 against rounding in doubles. */
-static void shifted_bytes(void **state)
+static void bytes_are_shifted(void **state)
 {
     (void)state;
     for (int byte = 0; byte < 256; byte++)
@@ -128,7 +128,7 @@ static void shifted_bytes(void **state)
 
 /* A row is stored with the expected exponent, and if it is too large for that with its own; never does a byte
  * saturate. */
-static void exponents_of_rows(void **state)
+static void no_byte_of_a_row_saturates(void **state)
 {
     (void)state;
     const float token = 0x1p-9f;
@@ -146,7 +146,7 @@ static void exponents_of_rows(void **state)
     assert_true(moe_f8_row_exponent(-40, moe_f8_amax(0, 3e38f), 0x1p100f) == MOE_F8_MOST);
 }
 
-static void expected_exponents(void **state)
+static void expected_exponents_are_right(void **state)
 {
     (void)state;
     moe_problem problem = {.gated = 1, .layer = {.hidden = 1536}};
@@ -170,7 +170,7 @@ static void expected_exponents(void **state)
     assert_int_equal(moe_f8_expected(300, 1.0f, 1.0f, 2, 30, 1), MOE_F8_MOST);
 }
 
-static void parts_of_the_weights(void **state)
+static void parts_of_the_weights_have_their_places(void **state)
 {
     (void)state;
     smoe_layer layer = SMOE_LAYER_INIT;
@@ -198,11 +198,16 @@ static void parts_of_the_weights(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_code),         cmocka_unit_test(rounds_to_nearest_even),
-        cmocka_unit_test(saturates),          cmocka_unit_test(scales),
-        cmocka_unit_test(zeros_nan_and_inf),  cmocka_unit_test(integers_are_exact),
-        cmocka_unit_test(shifted_bytes),      cmocka_unit_test(exponents_of_rows),
-        cmocka_unit_test(expected_exponents), cmocka_unit_test(parts_of_the_weights),
+        cmocka_unit_test(every_code_is_right),
+        cmocka_unit_test(rounds_to_nearest_even),
+        cmocka_unit_test(saturates),
+        cmocka_unit_test(a_scale_fits_the_largest_value),
+        cmocka_unit_test(zeros_nan_and_inf_are_kept),
+        cmocka_unit_test(integers_are_exact),
+        cmocka_unit_test(bytes_are_shifted),
+        cmocka_unit_test(no_byte_of_a_row_saturates),
+        cmocka_unit_test(expected_exponents_are_right),
+        cmocka_unit_test(parts_of_the_weights_have_their_places),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

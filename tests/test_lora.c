@@ -510,7 +510,7 @@ static void lora_is_the_layer_with_merged_weights(void **state)
 }
 
 /* Frozen experts whose input needs no gradient. */
-static void gradients_of_the_factors_alone(void **state)
+static void the_factors_alone_may_have_gradients(void **state)
 {
     (void)state;
     for (size_t i = 0; i < COUNT(cases); i++) {
@@ -570,7 +570,7 @@ static void saved_grows_by_the_rows_of_small_rank(void **state)
     free_data(&d);
 }
 
-static void wrong_arguments(void **state)
+static void wrong_arguments_are_named(void **state)
 {
     (void)state;
     layer_data d = make_data(&cases[0]);
@@ -603,10 +603,10 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(lora_is_the_layer_with_merged_weights),
-        cmocka_unit_test(gradients_of_the_factors_alone),
+        cmocka_unit_test(the_factors_alone_may_have_gradients),
         cmocka_unit_test(inference_gives_the_same_bits),
         cmocka_unit_test(saved_grows_by_the_rows_of_small_rank),
-        cmocka_unit_test(wrong_arguments),
+        cmocka_unit_test(wrong_arguments_are_named),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -278,14 +278,14 @@ static void check_gradients(const model_config *c, const train_routing *routing)
     model_destroy(&m);
 }
 
-static void dense_gradients(void **state)
+static void dense_gradients_match_differences(void **state)
 {
     (void)state;
     model_config c = tiny();
     check_gradients(&c, NULL);
 }
 
-static void tied_gradients(void **state)
+static void tied_gradients_match_differences(void **state)
 {
     (void)state;
     model_config c = tiny();
@@ -293,7 +293,7 @@ static void tied_gradients(void **state)
     check_gradients(&c, NULL);
 }
 
-static void sparse_gradients(void **state)
+static void sparse_gradients_match_differences(void **state)
 {
     (void)state;
     model_config c = tiny();
@@ -307,7 +307,7 @@ static void sparse_gradients(void **state)
 }
 
 /* The other scores, with groups of experts, a scale and selection biases. */
-static void router_gradients(void **state)
+static void router_gradients_match_differences(void **state)
 {
     (void)state;
     model_config c = tiny();
@@ -374,7 +374,7 @@ static void biases_follow_the_counts_of_all_parts(void **state)
     free(tokens), free(targets);
 }
 
-static void auxiliary_gradients(void **state)
+static void auxiliary_gradients_match_differences(void **state)
 {
     (void)state;
     model_config c = tiny();
@@ -571,11 +571,11 @@ int main(void)
         cmocka_unit_test(attention_matches_formula),
         cmocka_unit_test(rope_turns_pairs),
         cmocka_unit_test(adamw_matches_formula),
-        cmocka_unit_test(dense_gradients),
-        cmocka_unit_test(tied_gradients),
-        cmocka_unit_test(sparse_gradients),
-        cmocka_unit_test(auxiliary_gradients),
-        cmocka_unit_test(router_gradients),
+        cmocka_unit_test(dense_gradients_match_differences),
+        cmocka_unit_test(tied_gradients_match_differences),
+        cmocka_unit_test(sparse_gradients_match_differences),
+        cmocka_unit_test(auxiliary_gradients_match_differences),
+        cmocka_unit_test(router_gradients_match_differences),
         cmocka_unit_test(biases_follow_the_counts_of_all_parts),
         cmocka_unit_test(micro_batches_add_up),
         cmocka_unit_test(chunks_change_nothing),

@@ -31,7 +31,7 @@ static void exp_is_accurate(void **state)
     assert_true(worst < 1e-7);
 }
 
-static void exp_at_the_edges(void **state)
+static void exp_is_right_at_the_edges(void **state)
 {
     (void)state;
     assert_true(moe_exp(0.0f) == 1.0f);
@@ -60,7 +60,7 @@ static void sigmoid_is_accurate(void **state)
     assert_true(isnan(moe_sigmoid(-NAN)));
 }
 
-static void softmax_terms_and_sums(void **state)
+static void softmax_terms_and_sums_are_right(void **state)
 {
     (void)state;
     assert_true(moe_softmax_term(INFINITY, INFINITY) == 1.0f);
@@ -184,7 +184,7 @@ static void stochastic_picks_have_the_mean(void **state)
     assert_true(fabs(picks - mean) < 4 * deviation);
 }
 
-static void fixed_scores(void **state)
+static void scores_are_fixed_points(void **state)
 {
     (void)state;
     assert_int_equal(moe_score_fixed(moe_rank_key(1.0f)), INT64_C(1) << 32);
@@ -199,15 +199,15 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(exp_is_accurate),
-        cmocka_unit_test(exp_at_the_edges),
+        cmocka_unit_test(exp_is_right_at_the_edges),
         cmocka_unit_test(sigmoid_is_accurate),
-        cmocka_unit_test(softmax_terms_and_sums),
+        cmocka_unit_test(softmax_terms_and_sums_are_right),
         cmocka_unit_test(keys_keep_the_order),
         cmocka_unit_test(bf16_rounds_to_nearest_even),
         cmocka_unit_test(philox_gives_the_known_answers),
         cmocka_unit_test(picks_follow_the_rules),
         cmocka_unit_test(stochastic_picks_have_the_mean),
-        cmocka_unit_test(fixed_scores),
+        cmocka_unit_test(scores_are_fixed_points),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -196,7 +196,7 @@ static void every_order_has_every_tile_once(void **state)
 }
 
 /* MOE_LEAST_BANDED is the least number of row tiles that moe_band_height cuts. */
-static void band_heights(void **state)
+static void bands_begin_at_the_least_banded(void **state)
 {
     (void)state;
     for (int32_t row_tiles = 1; row_tiles <= 200; row_tiles++)
@@ -204,7 +204,7 @@ static void band_heights(void **state)
 }
 
 /* The units of a band are those of its rows, and in a band a column tile's rows follow each other. */
-static void bands_of_a_list(void **state)
+static void a_band_has_the_units_of_its_rows(void **state)
 {
     (void)state;
     for (int32_t row_tiles = 1; row_tiles <= 70; row_tiles++)
@@ -233,8 +233,8 @@ int main(void)
         cmocka_unit_test(wide_weight_gradients_go_in_bands),
         cmocka_unit_test(the_list_of_wide_experts_goes_in_bands),
         cmocka_unit_test(every_order_has_every_tile_once),
-        cmocka_unit_test(band_heights),
-        cmocka_unit_test(bands_of_a_list),
+        cmocka_unit_test(bands_begin_at_the_least_banded),
+        cmocka_unit_test(a_band_has_the_units_of_its_rows),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

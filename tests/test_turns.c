@@ -68,7 +68,7 @@ static void seeds_and_rounds_give_other_orders(void **state)
 }
 
 /* The quartiles of 1 to 7 are 2 and 6, as Python's statistics.quantiles says. */
-static void medians_and_errors(void **state)
+static void medians_and_errors_are_those_of_quartiles(void **state)
 {
     (void)state;
     double seven[] = {7, 1, 4, 2, 6, 3, 5}, disturbed[] = {7e9, 1, 4, 2, 6, 3, 5}, four[] = {4, 1, 3, 2},
@@ -91,7 +91,7 @@ int main(void)
         cmocka_unit_test(the_second_of_two_rounds_is_reversed),
         cmocka_unit_test(every_job_follows_every_other_as_often),
         cmocka_unit_test(seeds_and_rounds_give_other_orders),
-        cmocka_unit_test(medians_and_errors),
+        cmocka_unit_test(medians_and_errors_are_those_of_quartiles),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

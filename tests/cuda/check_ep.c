@@ -34,7 +34,7 @@ static void lockstep_gives_the_layers_bits(void **state)
         }
 }
 
-static void every_number_of_waves(void **state)
+static void every_number_of_waves_gives_the_same_bits(void **state)
 {
     (void)state;
     for (int waves = 0; waves <= 8; waves = waves ? 2 * waves : 1)
@@ -46,7 +46,7 @@ static void every_number_of_waves(void **state)
         }
 }
 
-static void all_activations(void **state)
+static void all_activations_give_the_layers_bits(void **state)
 {
     (void)state;
     static const smoe_activation activations[] = {
@@ -62,7 +62,7 @@ static void all_activations(void **state)
     }
 }
 
-static void from_logits(void **state)
+static void ranks_route_from_logits(void **state)
 {
     (void)state;
     for (int score = 0; score < 3; score++) {
@@ -101,7 +101,7 @@ static void check_router(smoe_score score, int ranks)
     ep_free(c);
 }
 
-static void with_a_router(void **state)
+static void the_routers_gradients_are_right(void **state)
 {
     (void)state;
     for (int ranks = 1; ranks <= 4; ranks += 3) {
@@ -111,7 +111,7 @@ static void with_a_router(void **state)
 }
 
 /* More slots than a CTA of the plan takes; and rows of more columns than a warp takes at a time. */
-static void many_slots_and_columns(void **state)
+static void many_slots_and_columns_are_taken(void **state)
 {
     (void)state;
     static const int64_t tokens[] = {137, 0, 64, 1050};
@@ -128,7 +128,7 @@ static void many_slots_and_columns(void **state)
 
 /* So many column tiles that an expert's row tiles are taken in another order (schedule/work_order.h); each
  * wave has several row tiles. */
-static void many_column_tiles(void **state)
+static void many_column_tiles_keep_their_order(void **state)
 {
     (void)state;
     static const int64_t tokens[] = {520, 300};
@@ -143,7 +143,7 @@ static void many_column_tiles(void **state)
 }
 
 /* The core that keeps weights in shared memory computes down and dx_rows, from the lists of pieces. */
-static void stationary_weights(void **state)
+static void stationary_weights_give_the_layers_bits(void **state)
 {
     (void)state;
     smoe_layer layer = ep_describe(2, 6, 3, SMOE_TYPE_BF16);
@@ -162,7 +162,7 @@ static void inference_gives_the_same_output(void **state)
 }
 
 /* The kernels for few rows run in both. */
-static void few_rows(void **state)
+static void few_rows_give_the_layers_bits(void **state)
 {
     (void)state;
     static const int64_t tokens[] = {3, 0, 1, 4};
@@ -173,7 +173,7 @@ static void few_rows(void **state)
     }
 }
 
-static void reuse_saved_and_accumulate(void **state)
+static void reused_memory_and_old_gradients_are_right(void **state)
 {
     (void)state;
     smoe_layer layer = ep_describe(2, 8, 2, SMOE_TYPE_BF16);
@@ -190,7 +190,7 @@ static void reuse_saved_and_accumulate(void **state)
     ep_free(c);
 }
 
-static void all_tokens_to_one_rank_or_one_expert(void **state)
+static void one_rank_or_one_expert_may_have_all_tokens(void **state)
 {
     (void)state;
     for (int experts = 1; experts <= 4; experts += 3) {
@@ -220,7 +220,7 @@ static void rows_past_the_capacity_change_no_bits(void **state)
 }
 
 /* 40 experts of a rank: a slot has more than one word of bits. */
-static void many_experts(void **state)
+static void many_experts_give_the_layers_bits(void **state)
 {
     (void)state;
     smoe_layer layer = ep_describe(2, 80, 40, SMOE_TYPE_BF16);
@@ -363,7 +363,7 @@ static void *run_late_rank(void *user)
     return NULL;
 }
 
-static void threads_with_streams_of_their_own(void **state)
+static void ranks_may_have_streams_of_their_own(void **state)
 {
     (void)state;
     for (int waves = 1; waves <= 4; waves *= 2) {
@@ -440,25 +440,25 @@ int main(int argc, char **argv)
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(lockstep_gives_the_layers_bits),
-        cmocka_unit_test(every_number_of_waves),
-        cmocka_unit_test(all_activations),
-        cmocka_unit_test(from_logits),
-        cmocka_unit_test(with_a_router),
-        cmocka_unit_test(many_slots_and_columns),
-        cmocka_unit_test(many_column_tiles),
-        cmocka_unit_test(stationary_weights),
+        cmocka_unit_test(every_number_of_waves_gives_the_same_bits),
+        cmocka_unit_test(all_activations_give_the_layers_bits),
+        cmocka_unit_test(ranks_route_from_logits),
+        cmocka_unit_test(the_routers_gradients_are_right),
+        cmocka_unit_test(many_slots_and_columns_are_taken),
+        cmocka_unit_test(many_column_tiles_keep_their_order),
+        cmocka_unit_test(stationary_weights_give_the_layers_bits),
         cmocka_unit_test(inference_gives_the_same_output),
-        cmocka_unit_test(few_rows),
-        cmocka_unit_test(reuse_saved_and_accumulate),
-        cmocka_unit_test(all_tokens_to_one_rank_or_one_expert),
+        cmocka_unit_test(few_rows_give_the_layers_bits),
+        cmocka_unit_test(reused_memory_and_old_gradients_are_right),
+        cmocka_unit_test(one_rank_or_one_expert_may_have_all_tokens),
         cmocka_unit_test(rows_past_the_capacity_change_no_bits),
-        cmocka_unit_test(many_experts),
+        cmocka_unit_test(many_experts_give_the_layers_bits),
         cmocka_unit_test(rounding_adds_and_drops_pairs),
         cmocka_unit_test(a_nan_changes_no_other_token),
         cmocka_unit_test(two_layers_use_one_group),
         cmocka_unit_test(a_backward_may_want_nothing),
 #ifndef TEST_ON_EMULATOR
-        cmocka_unit_test(threads_with_streams_of_their_own),
+        cmocka_unit_test(ranks_may_have_streams_of_their_own),
 #endif
         cmocka_unit_test(a_graph_may_be_launched_again),
     };
