@@ -221,10 +221,27 @@ typedef struct weight_group {
     int largest; /* C */
 } weight_group;
 
-/* How large the rows of dH (with dw1) or of A' will be: a product of scales, with the largest over the rows.
- */
-static int expected_exponent(const smoe_layer *layer, const operands *q, const oracle_forward *f, int64_t e,
-                             bool dw1)
+/* The exponents of the scales that the features' rows of W1 and columns of W2 alone would have. */
+static void feature_exponents(const smoe_layer *layer, const oracle_input *input, int64_t e, int64_t j,
+                              int64_t count, int *of_w1, int *of_w2)
+{
+    const int64_t hidden = layer->hidden, n = layer->intermediate, halves = oracle_h_width(layer) / n;
+    double largest1 = 0.0, largest2 = 0.0;
+    for (int64_t i = j; i < j + count; i++)
+        for (int64_t k = 0; k < hidden; k++) {
+            for (int64_t part = 0; part < halves; part++) {
+                const int64_t row = e * halves * n + oracle_w1_row(layer, (int)part, i);
+                largest1 = fmax(largest1, fabs(input->w1[row * hidden + k]));
+            }
+            largest2 = fmax(largest2, fabs(input->w2[(e * hidden + k) * n + i]));
+        }
+    *of_w1 = log2_of(oracle_f8_scale(largest1));
+    *of_w2 = log2_of(oracle_f8_scale(largest2));
+}
+
+/* Of the `count` features from j on: a product of scales, with the largest over the rows. */
+static int expected_exponent(const smoe_layer *layer, const oracle_input *input, const operands *q,
+                             const oracle_forward *f, int64_t e, int64_t j, int64_t count, bool dw1)
 {
     const bool square = oracle_gated(layer->activation) || layer->activation == SMOE_ACTIVATION_RELU2;
     const int degree = square ? 2 : 1;
@@ -238,8 +255,9 @@ static int expected_exponent(const smoe_layer *layer, const operands *q, const o
         if (of_row > size) size = of_row;
     }
     while (ldexp(1.0, log2_d) < (double)layer->hidden) log2_d++;
-    const int weights =
-        dw1 ? (degree - 1) * log2_of(q->s1[e]) + log2_of(q->s2[e]) : degree * log2_of(q->s1[e]);
+    int of_w1, of_w2;
+    feature_exponents(layer, input, e, j, count, &of_w1, &of_w2);
+    const int weights = dw1 ? (degree - 1) * of_w1 + of_w2 : degree * of_w1;
     const int expected = size + weights + (square ? log2_d + 19 : (log2_d + 1) / 2 + 8);
     return expected < -126 ? -126 : expected > 127 ? 127 : expected;
 }
@@ -286,7 +304,7 @@ static void add_group(const smoe_layer *layer, const oracle_input *input, const 
     const int64_t hidden = layer->hidden, n = layer->intermediate, width = oracle_h_width(layer);
     const int64_t count = n - j < ORACLE_F8_GROUP_DH ? n - j : ORACLE_F8_GROUP_DH;
     double values[2 * ORACLE_F8_GROUP_DH];
-    int expected = expected_exponent(layer, q, f, e, true);
+    int expected = expected_exponent(layer, input, q, f, e, j, count, true);
     g->width = count * (width / n);
     g->largest = expected;
     for (int64_t i = 0; i < g->count; i++) {
@@ -298,7 +316,7 @@ static void add_group(const smoe_layer *layer, const oracle_input *input, const 
         const int64_t to = e * width + oracle_w1_row(layer, (int)(column / count), j + column % count);
         for (int64_t i = 0; i < hidden; i++) b->dw1[to * hidden + i] = weight_of(layer, input, g, i, column);
     }
-    expected = expected_exponent(layer, q, f, e, false);
+    expected = expected_exponent(layer, input, q, f, e, j, count, false);
     g->width = count;
     g->largest = expected;
     for (int64_t i = 0; i < g->count; i++)

@@ -42,12 +42,13 @@
  *   dW2[e, g] = 2^C2(e, g) sum_r (dO8[t] 2^(w2(r, g) - C2(e, g)))^T A'_w[r, g]
  *
  * The products in brackets are rounded to e4m3 (moe_f8_shifted). C is the largest w of the expert's rows. w
- * is a number that is the same for all rows of the expert, moe_f8_expected, except for rows whose values are
- * too large for it. If there is no such row, every factor in brackets is 1, and dw needs none.
+ * is a number that is the same for all rows of the expert, moe_f8_expected of the group, except for rows
+ * whose values are too large for it. If there is no such row, every factor in brackets is 1, and dw needs
+ * none.
  *
  * The expected exponent follows from scales that are known before dh runs. It may be up to 6 more than is
- * needed, since e4m3 has its full precision from 2^-6 to 2^8: the gradient's error grows from 7.0 to 7.03 %
- * with 6, to 7.7 % with 8 (studies/fp8). */
+ * needed, since e4m3 has its full precision from 2^-6 to 2^8: dW1's error grows from 6.8 to 6.9 % with 6,
+ * to 8.2 % with 8, to 16 % with 10 (studies/fp8). */
 #ifndef MOE_F8_H
 #define MOE_F8_H
 
@@ -157,10 +158,10 @@ static inline int moe_f8_degree(const moe_problem *problem)
     return problem->gated || problem->layer.activation == SMOE_ACTIVATION_RELU2 ? 2 : 1;
 }
 
-/* The part of the expected exponent that depends on d. It is measured: studies/fp8 computes the exponent that
- * the largest row needs, less its size, less the exponents of the weights' scales, less log2(448^3 d) for
- * degree 2 and log2(448^2 d^(1/2)) for degree 1. The rest is -11 to -6 and -14 to -11 for data of several
- * kinds, -16 for outliers that cancel. Here it is -7 and -10. */
+/* The part of the expected exponent that depends on d: log2(448^3 d) - 7 for degree 2, log2(448^2 d^(1/2)) -
+ * 10 for degree 1. 7 and 10 are measured: studies/fp8 compares what is expected with what the largest row
+ * needs. For degree 2 that leaves 0 to 5 to spare, -1 (so factors are needed) in some tiles of widely
+ * different tokens, 5 to 9 for outliers in channels of X or in features that W2 makes small. */
 static inline int32_t moe_f8_expected_of_size(const moe_problem *problem)
 {
     const int degree = moe_f8_degree(problem);
@@ -169,12 +170,12 @@ static inline int32_t moe_f8_expected_of_size(const moe_problem *problem)
     return degree == 2 ? log2_d + 19 : (log2_d + 1) / 2 + 8;
 }
 
-/* The expected exponent: size is the expert's, scale1 and scale2 are those of its matrices. for_dw1: of dH_w,
- * else of A'_w. */
-MOE_HOST_DEVICE int32_t moe_f8_expected(int32_t size, float scale1, float scale2, int degree, int32_t of_size,
+/* The expected exponent of a group of features: size is the expert's, group1 and group2 are in weights_f8.
+ * for_dw1: of dH_w, else of A'_w. */
+MOE_HOST_DEVICE int32_t moe_f8_expected(int32_t size, float group1, float group2, int degree, int32_t of_size,
                                         int for_dw1)
 {
-    const int32_t e1 = moe_f8_exponent(scale1), e2 = moe_f8_exponent(scale2);
+    const int32_t e1 = moe_f8_exponent(group1), e2 = moe_f8_exponent(group2);
     const int32_t weights = degree * e1 + (for_dw1 ? e2 - e1 : 0), exponent = size + weights + of_size;
     return exponent < MOE_F8_LEAST ? MOE_F8_LEAST : exponent > MOE_F8_MOST ? MOE_F8_MOST : exponent;
 }
@@ -211,6 +212,9 @@ typedef struct moe_f8_weights {
     uint8_t *w2_t; /* (E, n, d) */
     float *scale1; /* (E) */
     float *scale2; /* (E) */
+    float *group1; /* (E, ceil(n / 256)): the scale that W1's rows of 256 features alone would have, and */
+    float *group2; /* the same, W2's columns: moe_f8_expected reads them. The CUDA backend, which has no dw
+                      in fp8 yet, does not write them */
     void *work;    /* (E, MOE_F8_WORK_BYTES), of the CUDA backend while it quantises */
     uint64_t bytes;
 } moe_f8_weights;
@@ -223,9 +227,11 @@ static inline moe_f8_weights moe_f8_weights_at(const moe_problem *problem, const
     const uint64_t w1 = moe_align_up(experts * d * (uint64_t)problem->h_width);
     const uint64_t w2 = moe_align_up(experts * d * (uint64_t)problem->layer.intermediate);
     const uint64_t scales = moe_align_up(experts * sizeof(float));
+    const uint64_t of_groups = moe_align_up(
+        experts * (uint64_t)moe_f8_groups(problem->layer.intermediate, MOE_F8_DH_FEATURES) * sizeof(float));
     char *at = (char *)(uintptr_t)buffer;
     moe_f8_weights w = {0};
-    w.bytes = 2 * w1 + 2 * w2 + 2 * scales + moe_align_up(experts * MOE_F8_WORK_BYTES);
+    w.bytes = 2 * w1 + 2 * w2 + 2 * scales + 2 * of_groups + moe_align_up(experts * MOE_F8_WORK_BYTES);
     if (!buffer) return w;
     w.w1 = (uint8_t *)at;
     w.w1_t = w.w1 + w1;
@@ -233,7 +239,9 @@ static inline moe_f8_weights moe_f8_weights_at(const moe_problem *problem, const
     w.w2_t = w.w2 + w2;
     w.scale1 = (float *)(at + 2 * w1 + 2 * w2);
     w.scale2 = (float *)(at + 2 * w1 + 2 * w2 + scales);
-    w.work = at + 2 * w1 + 2 * w2 + 2 * scales;
+    w.group1 = (float *)(at + 2 * w1 + 2 * w2 + 2 * scales);
+    w.group2 = (float *)(at + 2 * w1 + 2 * w2 + 2 * scales + of_groups);
+    w.work = at + 2 * w1 + 2 * w2 + 2 * scales + 2 * of_groups;
     return w;
 }
 

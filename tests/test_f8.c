@@ -188,8 +188,10 @@ static void parts_of_the_weights_have_their_places(void **state)
     assert_int_equal(w.w2_t - w.w2, 2304);
     assert_int_equal((uint8_t *)w.scale1 - w.w2_t, 2304);
     assert_int_equal((uint8_t *)w.scale2 - (uint8_t *)w.scale1, 256);
-    assert_int_equal((uint8_t *)w.work - (uint8_t *)w.scale2, 256);
-    assert_int_equal(w.bytes, 2 * 4608 + 2 * 2304 + 512 + 256);
+    assert_int_equal((uint8_t *)w.group1 - (uint8_t *)w.scale2, 256);
+    assert_int_equal((uint8_t *)w.group2 - (uint8_t *)w.group1, 256);
+    assert_int_equal((uint8_t *)w.work - (uint8_t *)w.group2, 256);
+    assert_int_equal(w.bytes, 2 * 4608 + 2 * 2304 + 1024 + 256);
     assert_int_equal(moe_f8_weights_at(&problem, NULL).bytes, w.bytes);
     assert_int_equal(moe_f8_groups(256, MOE_F8_A_FEATURES), 2);
     assert_int_equal(moe_f8_groups(272, MOE_F8_DH_FEATURES), 2);

@@ -173,6 +173,42 @@ static void equivalent_calls_give_equal_bits(void **state)
     oracle_drawn_free(&drawn);
 }
 
+/* ---- Groups of features ---- */
+
+/* Features 0 to 2 are so large that, with their exponent, the gradients of the second group would all be 0.
+ */
+static void a_group_has_its_own_exponent(void **state)
+{
+    (void)state;
+    const f8_case c = {"", {SIZES(120, 64, 288, 2, 1), TOPK}, {0}, false};
+    const smoe_layer layer = complete(&c, SMOE_TYPE_F32);
+    const int64_t n = layer.intermediate, d = layer.hidden;
+    oracle_drawn drawn;
+    oracle_draw_inputs(&layer, &c.draw, 9, &drawn);
+    for (int64_t e = 0; e < 2; e++)
+        for (int64_t row = 0; row < 2 * n; row++)
+            for (int64_t i = 0; row % n < 3 && i < d; i++) drawn.w1[(e * 2 * n + row) * d + i] *= 512.0;
+    oracle_forward f;
+    oracle_backward b;
+    oracle_forward_run(&layer, &drawn.input, &f);
+    oracle_backward_run(&layer, &drawn.input, &f, false, &b);
+    smoe_context *context = open_cpu();
+    tensors got = run_case(context, &layer, SMOE_COMPUTE_F8, &drawn, false);
+    double difference = 0.0, norm = 0.0;
+    for (int64_t i = 0; i < 2 * d * n; i++) {
+        if (i % n < MOE_F8_DH_FEATURES) continue;
+        const double off = got.at[TENSOR_DW2].values[i] - b.dw2[i];
+        difference += off * off, norm += b.dw2[i] * b.dw2[i];
+    }
+    print_message("dw2 of the second group: %.3f\n", sqrt(difference / norm));
+    assert_true(sqrt(difference / norm) < 0.1);
+    tensors_free(&got);
+    oracle_forward_free(&f);
+    oracle_backward_free(&b);
+    oracle_drawn_free(&drawn);
+    smoe_destroy(context);
+}
+
 /* ---- Single calls: a layer of 4 experts with its memory on the host ---- */
 
 enum { TOKENS = 24, HIDDEN = 48, FEATURES = 32, EXPERTS = 4, TWO = 2 };
@@ -359,6 +395,10 @@ static void check_weights(smoe_type type, smoe_layout layout)
     open_single(&s, SMOE_COMPUTE_F8);
     const size_t count1 = EXPERTS * 2 * FEATURES * HIDDEN, count2 = EXPERTS * HIDDEN * FEATURES;
     float *w1 = (float *)(uintptr_t)s.quantize.w1, *w2 = (float *)(uintptr_t)s.quantize.w2;
+    for (int e = 0; e < EXPERTS; e++) { /* the largest: an up row, the last column */
+        w1[(e * 2 * FEATURES + FEATURES + 3) * HIDDEN + 5] = 9.0f;
+        w2[(e * HIDDEN + 4) * FEATURES + FEATURES - 1] = -9.0f;
+    }
     uint16_t *narrow1 = take(&s, count1 * 2), *narrow2 = take(&s, count2 * 2);
     s.layer.layer.layout = layout;
     if (type == SMOE_TYPE_BF16) {
@@ -388,7 +428,8 @@ static void check_weights(smoe_type type, smoe_layout layout)
         const float *of1 = w1 + e * 2 * FEATURES * HIDDEN, *of2 = w2 + e * FEATURES * HIDDEN;
         for (int i = 0; i < 2 * FEATURES * HIDDEN; i++) amax1 = moe_f8_amax(amax1, of1[i]);
         for (int i = 0; i < FEATURES * HIDDEN; i++) amax2 = moe_f8_amax(amax2, of2[i]);
-        expected.scale1[e] = moe_f8_scale(amax1), expected.scale2[e] = moe_f8_scale(amax2);
+        expected.group1[e] = expected.scale1[e] = moe_f8_scale(amax1);
+        expected.group2[e] = expected.scale2[e] = moe_f8_scale(amax2); /* all features are one group */
         for (int64_t j = 0; j < 2 * FEATURES; j++) {
             const int64_t row = layout == SMOE_LAYOUT_CONCATENATED ? j : j % FEATURES * 2 + j / FEATURES;
             for (int64_t i = 0; i < HIDDEN; i++)
@@ -508,6 +549,7 @@ int main(void)
         cmocka_unit_test(every_tensor_is_near_the_oracles),
         cmocka_unit_test(integers_are_exact),
         cmocka_unit_test(equivalent_calls_give_equal_bits),
+        cmocka_unit_test(a_group_has_its_own_exponent),
         cmocka_unit_test(layers_are_refused),
         cmocka_unit_test(calls_are_refused),
         cmocka_unit_test(weights_have_the_bytes_of_the_header),

@@ -31,7 +31,7 @@ typedef struct moe_cpu_f8 {
     uint8_t *rows[2];     /* (padded_rows, h_width), (padded_rows, n) */
     int32_t *exponent[2]; /* (padded_rows, groups of dH): w */
     int32_t *largest[2];  /* (E, groups of dH): C */
-    int32_t *expected[2]; /* (E) */
+    int32_t *expected[2]; /* (E, groups of dH) */
 } moe_cpu_f8;
 enum { MOE_F8_OF_DW1 = 0, MOE_F8_OF_DW2 = 1 };
 

@@ -14,6 +14,7 @@ void moe_cpu_f8_expect(const moe_cpu_pass *pass)
     const moe_cpu_f8 *f8 = &pass->f8;
     const int degree = moe_f8_degree(p);
     const int32_t of_size = moe_f8_expected_of_size(p);
+    const int64_t groups = groups_of(p);
 #pragma omp parallel for schedule(dynamic) num_threads(pass->context->threads)
     for (int64_t e = 0; e < p->layer.experts; e++) {
         const int64_t first = (int64_t)pass->plan->block_offsets[e] * MOE_BLOCK_ROWS;
@@ -24,9 +25,10 @@ void moe_cpu_f8_expect(const moe_cpu_pass *pass)
                                                    pass->plan->row_weight[row], degree);
             size = of_row > size ? of_row : size;
         }
-        for (int which = 0; which < 2; which++)
-            f8->expected[which][e] = moe_f8_expected(size, f8->weights.scale1[e], f8->weights.scale2[e],
-                                                     degree, of_size, which == MOE_F8_OF_DW1);
+        for (int64_t g = e * groups; g < (e + 1) * groups; g++)
+            for (int which = 0; which < 2; which++)
+                f8->expected[which][g] = moe_f8_expected(size, f8->weights.group1[g], f8->weights.group2[g],
+                                                         degree, of_size, which == MOE_F8_OF_DW1);
     }
 }
 
@@ -38,7 +40,7 @@ void moe_cpu_f8_find_largest(const moe_cpu_pass *pass)
         for (int64_t e = 0; f8->rows[which] && e < pass->problem->layer.experts; e++)
             for (int64_t g = 0; g < groups; g++) {
                 const int64_t first = (int64_t)pass->plan->block_offsets[e] * MOE_BLOCK_ROWS;
-                int32_t largest = f8->expected[which][e];
+                int32_t largest = f8->expected[which][e * groups + g];
                 for (int64_t row = first; row < first + pass->plan->counts[e]; row++) {
                     const int32_t w = f8->exponent[which][row * groups + g];
                     largest = w > largest ? w : largest;
@@ -62,7 +64,7 @@ void moe_cpu_f8_store_row(const moe_cpu_pass *pass, int which, int64_t row, int6
         uint32_t amax = 0;
         for (int64_t half = 0; half < halves; half++)
             for (int64_t i = 0; i < count; i++) amax = moe_f8_amax(amax, values[half * n + j + i]);
-        const int32_t w = moe_f8_row_exponent(f8->expected[which][expert], amax, token_scale);
+        const int32_t w = moe_f8_row_exponent(f8->expected[which][expert * groups + g], amax, token_scale);
         const float factor = moe_f8_row_factor(w, amax, token_scale);
         f8->exponent[which][row * groups + g] = w;
         for (int64_t half = 0; half < halves; half++)

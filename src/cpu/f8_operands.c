@@ -38,7 +38,7 @@ uint64_t moe_cpu_f8_lay_out(moe_cpu_pass *pass, void *scratch, int backward)
         f8->rows[which] = take(scratch, &used, rows * width[which]);
         f8->exponent[which] = take(scratch, &used, rows * groups * sizeof(int32_t));
         f8->largest[which] = take(scratch, &used, experts * groups * sizeof(int32_t));
-        f8->expected[which] = take(scratch, &used, experts * sizeof(int32_t));
+        f8->expected[which] = take(scratch, &used, experts * groups * sizeof(int32_t));
     }
     return used;
 }
