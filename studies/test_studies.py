@@ -36,6 +36,17 @@ def call(*command, status=0, **environment):
     return done.stdout
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+@needs_smoe
+def test_fp8_errors(tmp_path):
+    """The library agrees with the emulation, or the exit status is 1."""
+    environment = {"SMOE_LIBRARY": str(SMOE.parent / "src" / "libsmoe.so"), "PYTHONPATH": str(ROOT / "python")}
+    records = tmp_path / "records.jsonl"
+    assert "every limit holds" in call(sys.executable, STUDIES / "fp8" / "fp8_errors.py", "--quick", "--records", records, **environment)
+    tables = [json.loads(line)["table"] for line in records.read_text().splitlines()]
+    assert [tables.count(table) for table in ("choices", "stress", "exponents", "means")] == [23, 51, 6, 12]
+
+
 def write_run(out, name, perplexity, added):
     result = {
         "val_loss": math.log(perplexity),
