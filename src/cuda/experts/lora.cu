@@ -188,8 +188,19 @@ template <typename T, int RANK, bool RANK_MAJOR> struct projector {
     }
 };
 
+// CTAs an SM, as many as shared memory has room for; 0: any. For 10.0 ptxas by itself takes 96 registers, and
+// spills.
+constexpr int least_ctas()
+{
+#if __CUDA_ARCH__ == 1000
+    return 3;
+#else
+    return 0;
+#endif
+}
+
 template <typename T, int RANK, bool RANK_MAJOR>
-__global__ void __launch_bounds__(THREADS) project(const moe_cuda_project p)
+__global__ void __launch_bounds__(THREADS, least_ctas()) project(const moe_cuda_project p)
 {
     extern __shared__ __align__(1024) char memory[];
     const int tiles = __ldg(p.tile_count);

@@ -15,7 +15,7 @@
 #pragma once
 #include "common/mma.cuh"
 #include "common/storage.cuh"
-#include "host/kernel_table.h"
+#include "host/kernels.h"
 #include "schedule/work_order.h"
 
 namespace moe
@@ -140,6 +140,13 @@ struct token_rows {
         for (int i = 0; i < copier::COUNT; i++)
             token[i] = i < blocks ? __ldg(row_token + copier::row() + i * copier::APART) : -1;
     }
+    // Instead of tokens, `blocks` blocks of 64 rows that follow each other.
+    MOE_DEVICE void begin_rows(int blocks)
+    {
+#pragma unroll
+        for (int i = 0; i < copier::COUNT; i++)
+            token[i] = i < blocks ? copier::row() + i * copier::APART : -1;
+    }
     MOE_DEVICE void copy(uint32_t slot, const void *tensor, int step, uint32_t vectors) const
     {
         uint32_t real = 0;
@@ -174,42 +181,7 @@ template <int SIZE> struct mn_major {
 static_assert((int)mn_major<TILE_ROWS>::APART % 8 == 0 && (int)mn_major<TILE_COLUMNS>::APART % 8 == 0,
               "all rows of a thread are turned alike");
 
-// ---- LoRA's steps, which follow those of K
-
-// Rows `first` + row() + APART i, i < COUNT, of a (.., rank) matrix; bit i of real: the row exists.
-template <int SIZE>
-MOE_DEVICE void copy_low_rows(uint32_t slot, const void *matrix, int64_t first, int rank, int step,
-                              uint32_t real)
-{
-    using copier = k_major<SIZE>;
-    const uint32_t vectors = (uint32_t)rank / 8;
-    copier::copy(slot, (const char *)matrix + (first + copier::row()) * rank * 2, step, vectors, real,
-                 [&](int i) { return i * copier::APART * vectors; });
-}
-
-// Rows of P1, P2, Q2 or Q1: the tile's.
-MOE_DEVICE void copy_low(uint32_t slot, const moe_low_rank &lora, int row, int blocks, int step)
-{
-    static_assert((int)k_major<TILE_ROWS>::APART == (int)MOE_BLOCK_ROWS, "row i of a thread is in block i");
-    copy_low_rows<TILE_ROWS>(slot, lora.low, row, (int)lora.rank, step, blocks == 1 ? 1 : 3);
-}
-
-// 32 rows of an expert's factor (rank, width), as an MN-major operand. `column`: the thread's; real: it
-// exists.
-MOE_DEVICE void copy_low_factor(uint32_t slot, const moe_low_rank &lora, int expert, int64_t width,
-                                int64_t column, int step, uint32_t real)
-{
-    using copier = mn_major<TILE_COLUMNS>;
-#pragma unroll
-    for (int i = 0; i < copier::COUNT; i++) {
-        const int k = step * STEP + copier::row() + i * copier::APART;
-        const uint32_t wanted = k < lora.rank ? real : 0;
-        const int64_t row = (int64_t)expert * lora.rank + (wanted ? k : 0);
-        copier::copy_row(slot, i, wanted,
-                         (const char *)lora.factor + (row * width + (wanted ? column : 0)) * 2);
-    }
-}
-
+// The steps of LoRA's term of rank r.
 MOE_DEVICE int low_steps(const moe_low_rank &lora)
 {
     return ((int)lora.rank + STEP - 1) / STEP;
@@ -254,6 +226,8 @@ struct tile_list {
 //   type: of the elements; A_MN, B_MN: the operands are MN-major
 //   units() const; place(unit) const, of a type of its own; steps(place) const
 //   begin(place): the copies go on to this place; copy_a(step, slot), copy_b(step, slot)
+//   LORA: steps_of_k() steps of a place are those of K, and low_steps(p.lora) more, counted from 0 again,
+//   those of its term of rank r. begin_low(place): the copies go on to these; low: they are there
 //   active(place, warp_row, warp_column) const: some of the warp's elements exist
 //   finish(place, sums, active, warp_row, warp_column, lane): every warp calls it
 template <class G> struct pipeline {
@@ -283,7 +257,10 @@ template <class G> struct pipeline {
     {
         if (unit >= units) return;
         const auto at = gemm.place(unit);
-        steps = gemm.steps(at);
+        if constexpr (G::LORA)
+            steps = gemm.steps_of_k();
+        else
+            steps = gemm.steps(at);
         step = 0;
         gemm.begin(at);
     }
@@ -300,6 +277,13 @@ template <class G> struct pipeline {
     MOE_DEVICE void end_copy()
     {
         if (step == steps) {
+            if constexpr (G::LORA)
+                if (!gemm.low) {
+                    gemm.begin_low(gemm.place(unit));
+                    steps = low_steps(gemm.p.lora);
+                    step = 0;
+                    return;
+                }
             unit += (int)gridDim.x;
             begin_unit();
         }

@@ -144,17 +144,17 @@ MOE_DEVICE void differentiate_tile(const moe_dh &p, warp_sums &c, int row, int c
         }
 }
 
-template <typename T, int KIND, bool LORA> struct dh_gemm {
+template <typename T, int KIND, bool WITH_LORA> struct dh_gemm {
     using type = T;
-    static constexpr bool A_MN = false, B_MN = true;
+    static constexpr bool A_MN = false, B_MN = true, LORA = WITH_LORA;
     using weights = mn_major<TILE_COLUMNS>;
     const moe_dh &p;
     const tile_list list;
     const uint32_t sums; // (WARPS_ACROSS, TILE_ROWS) parts of dS
     token_rows dout;
-    const char *w2; // the thread's column of the expert's W2
-    uint32_t real;  // it exists
-    tile_place at;  // LORA: where the copies are
+    const char *w2;  // the thread's column of the expert's W2
+    uint32_t real;   // it exists
+    const char *low; // LORA: the tile's first row of Q2, or NULL: the copies are at steps of dO and W2
 
     MOE_DEVICE dh_gemm(const moe_dh &dh, const char *memory)
         : p(dh), list(dh.lists.tiles, dh.lists.counts, dh.intermediate, TILE_COLUMNS),
@@ -180,7 +180,7 @@ template <typename T, int KIND, bool LORA> struct dh_gemm {
     MOE_DEVICE void begin(const tile_place &at)
     {
         const int column = at.column_tile * TILE_COLUMNS + weights::column();
-        if (LORA) this->at = at;
+        if (LORA) low = nullptr;
         dout.begin(p.row_token + at.row, at.blocks);
         w2 = (const char *)p.w2 + (at.expert * p.hidden * p.intermediate + column) * 2;
         real = column < p.intermediate;
@@ -197,22 +197,32 @@ template <typename T, int KIND, bool LORA> struct dh_gemm {
         for (int i = (int)threadIdx.x / LINES; i < at.blocks * MOE_BLOCK_ROWS * halves; i += THREADS / LINES)
             prefetch_l2((const T *)p.h + ((int64_t)at.row * halves + i) * n + column);
     }
+    // A2 takes the place of W2.
+    MOE_DEVICE void begin_low(const tile_place &at)
+    {
+        const int column = at.column_tile * TILE_COLUMNS + weights::column();
+        low = (const char *)p.lora.low + at.row * p.lora.rank * 2;
+        dout.begin_rows(at.blocks);
+        w2 = (const char *)p.lora.factor + (at.expert * p.lora.rank * p.intermediate + column) * 2;
+    }
+    // Columns of A's operand, rows of B's.
+    MOE_DEVICE auto depth() const
+    {
+        if constexpr (LORA)
+            return (int)(low ? p.lora.rank : p.hidden);
+        else
+            return p.hidden;
+    }
     MOE_DEVICE void copy_a(int step, uint32_t slot)
     {
-        if (LORA && step >= steps_of_k())
-            return copy_low(slot, p.lora, at.row, at.blocks, step - steps_of_k());
-        dout.copy(slot, p.dout, step, (uint32_t)p.hidden / 8);
+        dout.copy(slot, LORA && low ? low : p.dout, step, (uint32_t)depth() / 8);
     }
     MOE_DEVICE void copy_b(int step, uint32_t slot)
     {
-        if (LORA && step >= steps_of_k())
-            return copy_low_factor(slot, p.lora, at.expert, p.intermediate,
-                                   at.column_tile * TILE_COLUMNS + weights::column(), step - steps_of_k(),
-                                   real);
 #pragma unroll
         for (int i = 0; i < weights::COUNT; i++) {
             const int k = step * STEP + weights::row() + i * weights::APART;
-            weights::copy_row(slot, i, k < p.hidden ? real : 0,
+            weights::copy_row(slot, i, k < depth() ? real : 0,
                               w2 + (uint64_t)(uint32_t)k * ((uint32_t)p.intermediate * 2));
         }
     }

@@ -23,14 +23,14 @@ namespace gemm_sync
 namespace
 {
 
-template <typename T, bool LORA> struct down_gemm {
+template <typename T, bool WITH_LORA> struct down_gemm {
     using type = T;
-    static constexpr bool A_MN = false, B_MN = false;
+    static constexpr bool A_MN = false, B_MN = false, LORA = WITH_LORA;
     const moe_down &p;
     const tile_list list;
     even_rows<TILE_ROWS> rows;
     even_rows<TILE_COLUMNS> weights;
-    tile_place at; // LORA: where the copies are
+    bool low; // LORA: the copies are at steps of P2 and B2
 
     MOE_DEVICE explicit down_gemm(const moe_down &down)
         : p(down), list(down.lists.tiles, down.lists.counts, down.columns, TILE_COLUMNS)
@@ -55,7 +55,7 @@ template <typename T, bool LORA> struct down_gemm {
     MOE_DEVICE void begin(const tile_place &at)
     {
         using copier = k_major<TILE_COLUMNS>;
-        if (LORA) this->at = at;
+        low = false;
         const int r = copier::row(), column = at.column_tile * TILE_COLUMNS + r;
         rows.first = (const char *)p.a + (at.row + r) * p.intermediate * 2;
         weights.first =
@@ -67,20 +67,28 @@ template <typename T, bool LORA> struct down_gemm {
         for (int i = 0; i < copier::COUNT; i++)
             weights.real |= (column + i * copier::APART < p.columns ? 1u : 0u) << i;
     }
+    MOE_DEVICE void begin_low(const tile_place &at)
+    {
+        using copier = k_major<TILE_COLUMNS>;
+        const int r = copier::row(), column = at.column_tile * TILE_COLUMNS + r;
+        low = true;
+        rows.first = (const char *)p.lora.low + (at.row + r) * p.lora.rank * 2;
+        weights.first =
+            (const char *)p.lora.factor + (at.expert * p.hidden + p.first_column + column) * p.lora.rank * 2;
+        rows.apart = weights.apart = copier::APART * vectors();
+    }
+    // Of a row of both operands.
+    MOE_DEVICE uint32_t vectors() const
+    {
+        return (uint32_t)(LORA && low ? p.lora.rank : p.intermediate) / 8;
+    }
     MOE_DEVICE void copy_a(int step, uint32_t slot)
     {
-        if (LORA && step >= steps_of_k())
-            return copy_low(slot, p.lora, at.row, at.blocks, step - steps_of_k());
-        rows.copy(slot, step, (uint32_t)p.intermediate / 8);
+        rows.copy(slot, step, vectors());
     }
     MOE_DEVICE void copy_b(int step, uint32_t slot)
     {
-        if (LORA && step >= steps_of_k()) {
-            const int64_t row = at.expert * p.hidden + p.first_column + at.column_tile * TILE_COLUMNS;
-            return copy_low_rows<TILE_COLUMNS>(slot, p.lora.factor, row, (int)p.lora.rank,
-                                               step - steps_of_k(), weights.real);
-        }
-        weights.copy(slot, step, (uint32_t)p.intermediate / 8);
+        weights.copy(slot, step, vectors());
     }
     MOE_DEVICE bool active(const tile_place &at, int warp_row, int warp_column) const
     {

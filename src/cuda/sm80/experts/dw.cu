@@ -226,7 +226,7 @@ MOE_DEVICE void store_gradient(const weight_list<TRANSPOSED> &list, warp_sums &c
 
 template <typename T, typename G, bool TRANSPOSED> struct dw_gemm {
     using type = T;
-    static constexpr bool A_MN = true, B_MN = true;
+    static constexpr bool A_MN = true, B_MN = true, LORA = false;
     enum {
         FEATURE_SIDE = TRANSPOSED ? TILE_ROWS : TILE_COLUMNS,
         TOKEN_SIDE = TRANSPOSED ? TILE_COLUMNS : TILE_ROWS

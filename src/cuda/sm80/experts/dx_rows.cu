@@ -26,16 +26,16 @@ namespace gemm_sync
 namespace
 {
 
-template <typename T, bool LORA> struct dx_gemm {
+template <typename T, bool WITH_LORA> struct dx_gemm {
     using type = T;
-    static constexpr bool A_MN = false, B_MN = true;
+    static constexpr bool A_MN = false, B_MN = true, LORA = WITH_LORA;
     using weights = mn_major<TILE_COLUMNS>;
     const moe_dx_rows &p;
     const tile_list list;
     even_rows<TILE_ROWS> rows;
     const char *w1; // the thread's column of the expert's W1, of its first row of the next step
     uint32_t real;  // it exists
-    tile_place at;  // LORA: where the copies are
+    bool low;       // LORA: the copies are at steps of Q1 and A1
 
     MOE_DEVICE explicit dx_gemm(const moe_dx_rows &dx)
         : p(dx), list(dx.lists.tiles, dx.lists.counts, dx.columns, TILE_COLUMNS)
@@ -64,7 +64,7 @@ template <typename T, bool LORA> struct dx_gemm {
     MOE_DEVICE void begin(const tile_place &at)
     {
         using copier = k_major<TILE_ROWS>;
-        if (LORA) this->at = at;
+        low = false;
         const int r = copier::row(), column = at.column_tile * TILE_COLUMNS + weights::column();
         rows.first = (const char *)p.dh + (int64_t)(at.row + r) * dh_width() * 2;
         rows.apart = copier::APART * ((uint32_t)dh_width() / 8);
@@ -77,25 +77,30 @@ template <typename T, bool LORA> struct dx_gemm {
              weights::row() * rows_apart();
         real = column < p.columns;
     }
+    // A1 takes the place of W1.
+    MOE_DEVICE void begin_low(const tile_place &at)
+    {
+        const int r = k_major<TILE_ROWS>::row(), column = at.column_tile * TILE_COLUMNS + weights::column();
+        low = true;
+        rows.first = (const char *)p.lora.low + (at.row + r) * p.lora.rank * 2;
+        rows.apart = k_major<TILE_ROWS>::APART * ((uint32_t)p.lora.rank / 8);
+        w1 = (const char *)p.lora.factor +
+             ((at.expert * p.lora.rank + weights::row()) * p.hidden + p.first_column + column) * 2;
+    }
     MOE_DEVICE void copy_a(int step, uint32_t slot)
     {
-        if (LORA && step >= steps_of_k())
-            return copy_low(slot, p.lora, at.row, at.blocks, step - steps_of_k());
-        rows.copy(slot, step, (uint32_t)dh_width() / 8);
+        rows.copy(slot, step, (uint32_t)(LORA && low ? (int)p.lora.rank : dh_width()) / 8);
     }
     // Column k of dH is gate k, or up k - n. Interleaved, gate and up rows of W1 alternate: gate k is row 2k,
     // up k - n is row 2k - (2n - 1).
     MOE_DEVICE int64_t rows_apart() const
     {
-        return (p.interleaved ? 2 : 1) * p.hidden * 2;
+        return (p.interleaved && !(LORA && low) ? 2 : 1) * p.hidden * 2;
     }
     MOE_DEVICE void copy_b(int step, uint32_t slot)
     {
-        if (LORA && step >= steps_of_k())
-            return copy_low_factor(slot, p.lora, at.expert, p.hidden,
-                                   p.first_column + at.column_tile * TILE_COLUMNS + weights::column(),
-                                   step - steps_of_k(), real);
-        const int n = (int)p.intermediate, rows_of_w1 = p.halves * n;
+        const int n = (int)(LORA && low ? p.lora.rank : p.intermediate),
+                  rows_of_w1 = LORA && low ? n : p.halves * n;
         const int64_t back = p.interleaved ? (2 * n - 1) * p.hidden * 2 : 0;
 #pragma unroll
         for (int i = 0; i < weights::COUNT; i++) {

@@ -36,14 +36,14 @@ MOE_DEVICE void activate_four(uint32_t (&a)[4], const uint32_t (&g)[4], const ui
     for (int j = 0; j < 4; j++) a[j] = activate_pair<T, KIND>(g[j], u[j], values);
 }
 
-template <typename T, bool LORA> struct up_gemm {
+template <typename T, bool WITH_LORA> struct up_gemm {
     using type = T;
-    static constexpr bool A_MN = false, B_MN = false;
+    static constexpr bool A_MN = false, B_MN = false, LORA = WITH_LORA;
     const moe_up &p;
     const tile_list list;
     token_rows x;
     even_rows<TILE_COLUMNS> weights;
-    tile_place at; // LORA: where the copies are
+    const char *low; // LORA: the tile's first row of P1, or NULL: the copies are at steps of X and W1
 
     MOE_DEVICE explicit up_gemm(const moe_up &up)
         : p(up), list(up.lists.tiles, up.lists.counts, up.intermediate, up.gated ? 128 : 256)
@@ -78,7 +78,7 @@ template <typename T, bool LORA> struct up_gemm {
     MOE_DEVICE void begin(const tile_place &at)
     {
         using copier = k_major<TILE_COLUMNS>;
-        if (LORA) this->at = at;
+        if (LORA) low = nullptr;
         x.begin(p.row_token + at.row, at.blocks);
         const int n = (int)p.intermediate, r = copier::row(), half = p.gated ? r >> 3 & 1 : 0;
         const int feature = at.column_tile * features_a_tile() + (p.gated ? (r >> 4) * 8 + (r & 7) : r);
@@ -93,30 +93,29 @@ template <typename T, bool LORA> struct up_gemm {
         for (int i = 0; i < copier::COUNT; i++) weights.real |= (feature + i * apart < n ? 1u : 0u) << i;
     }
     // B1 has the gate rows first, in both layouts of W1.
-    MOE_DEVICE void copy_b1(int step, uint32_t slot) const
+    MOE_DEVICE void begin_low(const tile_place &at)
     {
         using copier = k_major<TILE_COLUMNS>;
-        const int n = (int)p.intermediate, r = copier::row(), half = p.gated ? r >> 3 & 1 : 0;
+        const int r = copier::row(), half = p.gated ? r >> 3 & 1 : 0;
         const int feature = at.column_tile * features_a_tile() + (p.gated ? (r >> 4) * 8 + (r & 7) : r);
-        const int apart = p.gated ? copier::APART / 2 : copier::APART; // features
-        const int64_t row = (int64_t)at.expert * h_width() + half * n + feature;
-        const uint32_t vectors = (uint32_t)p.lora.rank / 8;
-        uint32_t real = 0;
-#pragma unroll
-        for (int i = 0; i < copier::COUNT; i++) real |= (feature + i * apart < n ? 1u : 0u) << i;
-        copier::copy(slot, (const char *)p.lora.factor + row * p.lora.rank * 2, step, vectors, real,
-                     [&](int i) { return (uint32_t)(i * apart) * vectors; });
+        const int64_t row = (int64_t)at.expert * h_width() + half * p.intermediate + feature;
+        low = (const char *)p.lora.low + at.row * p.lora.rank * 2;
+        x.begin_rows(at.blocks);
+        weights.first = (const char *)p.lora.factor + row * p.lora.rank * 2;
+        weights.apart = (p.gated ? copier::APART / 2 : copier::APART) * vectors();
+    }
+    // Of a row of both operands.
+    MOE_DEVICE uint32_t vectors() const
+    {
+        return (uint32_t)(LORA && low ? p.lora.rank : p.hidden) / 8;
     }
     MOE_DEVICE void copy_a(int step, uint32_t slot)
     {
-        if (LORA && step >= steps_of_k())
-            return copy_low(slot, p.lora, at.row, at.blocks, step - steps_of_k());
-        x.copy(slot, p.x, step, (uint32_t)p.hidden / 8);
+        x.copy(slot, LORA && low ? low : p.x, step, vectors());
     }
     MOE_DEVICE void copy_b(int step, uint32_t slot)
     {
-        if (LORA && step >= steps_of_k()) return copy_b1(step - steps_of_k(), slot);
-        weights.copy(slot, step, (uint32_t)p.hidden / 8);
+        weights.copy(slot, step, vectors());
     }
 
     // First of the warp's features.
@@ -149,8 +148,7 @@ template <typename T, bool LORA> struct up_gemm {
     }
 
     // From row `row` on, vectors of eight features.
-    template <int KIND>
-    MOE_DEVICE void store_gated(warp_sums &c, bool keeps_h, int64_t row, int feature, int lane) const
+    template <int KIND> MOE_DEVICE void store_gated(warp_sums &c, int64_t row, int feature, int lane) const
     {
         const int n = (int)p.intermediate;
         T *h = (T *)p.h + row * 2 * n + feature, *a = (T *)p.a + row * n + feature;
@@ -169,15 +167,14 @@ template <typename T, bool LORA> struct up_gemm {
                 transpose_four(up, lane);
                 transpose_four(out, lane);
                 if (feature >= n) continue;
-                if (keeps_h) {
+                if (p.h) {
                     store_global16(h, vector_of(gate));
                     store_global16(h + n, vector_of(up));
                 }
                 store_global16(a, vector_of(out));
             }
     }
-    template <int KIND>
-    MOE_DEVICE void store_plain(warp_sums &c, bool keeps_h, int64_t row, int feature, int lane) const
+    template <int KIND> MOE_DEVICE void store_plain(warp_sums &c, int64_t row, int feature, int lane) const
     {
         const int n = (int)p.intermediate;
         T *h = (T *)p.h + row * n + feature, *a = (T *)p.a + row * n + feature;
@@ -193,7 +190,7 @@ template <typename T, bool LORA> struct up_gemm {
                     transpose_four(w, lane);
                     transpose_four(out, lane);
                     if (feature + half * 32 >= n) continue;
-                    if (keeps_h) store_global16(h + half * 32, vector_of(w));
+                    if (p.h) store_global16(h + half * 32, vector_of(w));
                     store_global16(a + half * 32, vector_of(out));
                 }
     }
@@ -205,14 +202,13 @@ template <typename T, bool LORA> struct up_gemm {
         if (p.b1) add_bias(c, at.expert, first, lane);
         const int64_t row = at.row + warp_row * WARP_TILE + (lane >> 2);
         const int feature = first + (lane & 3) * 8;
-        const bool keeps_h = p.h && at.row + warp_row * WARP_TILE < p.h_rows;
         switch (p.activation) {
 #define MOE_STORE(enumerator, name, shape, curve)                                                            \
     case enumerator:                                                                                         \
         if constexpr (activation<T, enumerator>::GATED)                                                      \
-            return store_gated<enumerator>(c, keeps_h, row, feature, lane);                                  \
+            return store_gated<enumerator>(c, row, feature, lane);                                           \
         else                                                                                                 \
-            return store_plain<enumerator>(c, keeps_h, row, feature, lane);
+            return store_plain<enumerator>(c, row, feature, lane);
             MOE_ACTIVATIONS(MOE_STORE)
 #undef MOE_STORE
         }
