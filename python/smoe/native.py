@@ -104,8 +104,9 @@ def version() -> str:
 
 
 def build_info() -> dict[str, str | None]:
-    """A dict with version and library (its path). If build_info.json stands beside the library, it also has cuda (the
-    toolkit's version, None for a library that has only the CPU backend), compiler and build_type."""
+    """A dict with version and library (its path). If build_info.json stands beside the library, it also has compiler,
+    build_type, and cuda, cuda_code and cuda_driver: the toolkit's version, the architectures with machine code and the
+    oldest driver that will do, each None for a library that has only the CPU backend."""
     info: dict[str, str | None] = {"version": version(), "library": str(path)}
     try:
         built = json.loads(path.with_name("build_info.json").read_text())

@@ -57,6 +57,8 @@ program smoe "case \"\$*\" in
 *'--json --shape paper/'*) sed \"s,\\\"a\\\",\\\"\${6#paper/}\\\",\" '$here/records.jsonl' ;;
 *'models/one'*) sleep 60 ;;
 'verify --device cuda --all --shard'*)
+    [ -z \"\$CUDA_FORCE_PTX_JIT\" ] || { echo this build has machine code for 90a; exit 3; }
+    case \"\$*\" in *' --kernels portable --'* | *' --kernels portable-99k --'*) echo \"\$8\" >>'$folder/kernels' ;; esac
     [ -e '$folder/no_gpu' ] && { echo no usable CUDA device; exit 3; }
     [ -e '$folder/wrong' ] && [ \"\$6\" = 3/14 ] && { echo 5 passed, 1 failed; exit 1; }
     echo 5 passed, 0 failed ;;
@@ -84,6 +86,12 @@ untimed "== paper_topk: ok"
 untimed "| one | uniform | 2.0000 | 100.5 | 1.100 | 1.2500 (0.500) | 0.0100 |"
 untimed "forward, uniform: geometric mean 0.785, least 0.400 (3 shapes)"
 [ "$(wc -l <"$folder/out/paper_topk.jsonl")" -eq 20 ] || { echo "not all records came back"; wrong=1; }
+run 0 portable_verify portable_99k
+untimed "== portable_99k: ok"
+[ "$(sort "$folder/kernels" | uniq -c | tr -s ' \n' ' ')" = ' 14 portable 14 portable-99k ' ] || { echo "not each process had the portable kernels"; wrong=1; }
+run 1 ptx
+untimed "build with -DCMAKE_CUDA_ARCHITECTURES='80;90a-real'"
+untimed "== ptx: FAILED (exit 1)"
 run 77 verify limits
 untimed "== verify: ok"
 untimed "== limits: no GPU"

@@ -67,17 +67,15 @@ static cudaError_t prepare_kernels(device_state *state)
     return status == cudaSuccess ? state->kernels->init(device, state->own) : status;
 }
 
-/* The architecture whose machine code runs on the device: 8.x runs that of 80, 10.x that of 100, 12.x that of
- * 120. */
-static const char *architecture_for(const moe_device *device)
+/* A device runs the machine code of its major number's first architecture: 8.6 that of 80, 12.1 that of 120.
+ */
+static smoe_status refuse_code(smoe_context *context, const moe_device *device)
 {
-    switch (device->major) {
-    case 8: return "80";
-    case 9: return "90a";
-    case 10: return "100";
-    case 12: return "120";
-    default: return "native";
-    }
+    return moe_fail(context, SMOE_ERROR_DEVICE,
+                    "smoe_create: device %d has compute capability %d.%d, this build has machine code "
+                    "for " SMOE_CUDA_CODE "; build it with -DCMAKE_CUDA_ARCHITECTURES=%d%s-real",
+                    device->number, device->major, device->minor, device->major * 10,
+                    device->major == 9 ? "a" : "");
 }
 
 static void describe_kernels(smoe_context *context, device_state *state, int wanted)
@@ -121,24 +119,28 @@ static smoe_status take_kernels(smoe_context *context, device_state *state,
     if (!state->own)
         return moe_fail(context, SMOE_ERROR_MEMORY, "smoe_create: no memory for %zu bytes", bytes);
     const cudaError_t status = prepare_kernels(state);
-    if (status == cudaErrorNoKernelImageForDevice)
-        return moe_fail(context, SMOE_ERROR_DEVICE,
-                        "smoe_create: device %d has compute capability %d.%d, this build has machine code "
-                        "for " SMOE_CUDA_CODE "; build it with -DCMAKE_CUDA_ARCHITECTURES=%s-real",
-                        device->number, device->major, device->minor, architecture_for(device));
+    if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction)
+        return refuse_code(context, device);
     return status == cudaSuccess ? SMOE_OK : device_error(context, status);
+}
+
+/* SMOE_CUDA_LEAST: the CUDA version that the driver must support. Without a driver the number is 0. */
+static smoe_status check_driver(smoe_context *context)
+{
+    int driver = 0;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0 || driver >= SMOE_CUDA_LEAST)
+        return SMOE_OK;
+    return moe_fail(context, SMOE_ERROR_DEVICE,
+                    "smoe_create: the driver is too old: it supports CUDA %d.%d, this build needs %d.%d",
+                    driver / 1000, driver % 1000 / 10, SMOE_CUDA_LEAST / 1000, SMOE_CUDA_LEAST % 1000 / 10);
 }
 
 smoe_status moe_cuda_create(smoe_context *context, const smoe_context_options *options)
 {
+    const smoe_status old = check_driver(context);
+    if (old != SMOE_OK) return old;
     int devices = 0, before = 0;
     cudaError_t status = cudaGetDeviceCount(&devices);
-    int driver = 0, runtime = 0;
-    if (status == cudaErrorInsufficientDriver && cudaDriverGetVersion(&driver) == cudaSuccess && driver &&
-        cudaRuntimeGetVersion(&runtime) == cudaSuccess)
-        return moe_fail(context, SMOE_ERROR_DEVICE,
-                        "smoe_create: the driver is too old: it supports CUDA %d.%d, this build needs %d.%d",
-                        driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
     if (status != cudaSuccess)
         return moe_fail(context, SMOE_ERROR_DEVICE, "smoe_create: no usable CUDA device: %s (%s)",
                         cudaGetErrorName(status), cudaGetErrorString(status));

@@ -15,7 +15,7 @@
 #pragma once
 #include "common/mma.cuh"
 #include "common/storage.cuh"
-#include "host/kernels.h"
+#include "host/kernel_table.h"
 #include "schedule/work_order.h"
 
 namespace moe

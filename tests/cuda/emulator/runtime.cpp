@@ -74,22 +74,17 @@ static int shared_bytes()
 
 extern "C" {
 
+// EMULATOR_DRIVER: the CUDA version that the driver supports, times 1000.
+cudaError_t cudaDriverGetVersion(int *version)
+{
+    *version = setting("EMULATOR_DRIVER", CUDART_VERSION);
+    return cudaSuccess;
+}
+
 // There is device 0, and with EMULATOR_DEVICE=1 also device 1. Only the last device can launch kernels.
 cudaError_t cudaGetDeviceCount(int *count)
 {
     *count = 1 + emulator::launching_device();
-    return cudaSuccess;
-}
-
-cudaError_t cudaDriverGetVersion(int *version)
-{
-    *version = CUDART_VERSION;
-    return cudaSuccess;
-}
-
-cudaError_t cudaRuntimeGetVersion(int *version)
-{
-    *version = CUDART_VERSION;
     return cudaSuccess;
 }
 
@@ -126,8 +121,10 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **function, unsi
     return cudaSuccess;
 }
 
+// EMULATOR_NO_CODE: the library has no machine code for the GPU.
 cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute, int bytes)
 {
+    if (getenv("EMULATOR_NO_CODE")) return cudaErrorNoKernelImageForDevice;
     if (bytes > shared_bytes()) return cudaErrorInvalidValue;
     shared_limits[kernel] = (size_t)bytes;
     return cudaSuccess;

@@ -148,7 +148,8 @@ template <typename T, bool WITH_LORA> struct up_gemm {
     }
 
     // From row `row` on, vectors of eight features.
-    template <int KIND> MOE_DEVICE void store_gated(warp_sums &c, int64_t row, int feature, int lane) const
+    template <int KIND>
+    MOE_DEVICE void store_gated(warp_sums &c, bool keeps_h, int64_t row, int feature, int lane) const
     {
         const int n = (int)p.intermediate;
         T *h = (T *)p.h + row * 2 * n + feature, *a = (T *)p.a + row * n + feature;
@@ -167,14 +168,15 @@ template <typename T, bool WITH_LORA> struct up_gemm {
                 transpose_four(up, lane);
                 transpose_four(out, lane);
                 if (feature >= n) continue;
-                if (p.h) {
+                if (keeps_h) {
                     store_global16(h, vector_of(gate));
                     store_global16(h + n, vector_of(up));
                 }
                 store_global16(a, vector_of(out));
             }
     }
-    template <int KIND> MOE_DEVICE void store_plain(warp_sums &c, int64_t row, int feature, int lane) const
+    template <int KIND>
+    MOE_DEVICE void store_plain(warp_sums &c, bool keeps_h, int64_t row, int feature, int lane) const
     {
         const int n = (int)p.intermediate;
         T *h = (T *)p.h + row * n + feature, *a = (T *)p.a + row * n + feature;
@@ -190,7 +192,7 @@ template <typename T, bool WITH_LORA> struct up_gemm {
                     transpose_four(w, lane);
                     transpose_four(out, lane);
                     if (feature + half * 32 >= n) continue;
-                    if (p.h) store_global16(h + half * 32, vector_of(w));
+                    if (keeps_h) store_global16(h + half * 32, vector_of(w));
                     store_global16(a + half * 32, vector_of(out));
                 }
     }
@@ -202,13 +204,14 @@ template <typename T, bool WITH_LORA> struct up_gemm {
         if (p.b1) add_bias(c, at.expert, first, lane);
         const int64_t row = at.row + warp_row * WARP_TILE + (lane >> 2);
         const int feature = first + (lane & 3) * 8;
+        const bool keeps_h = p.h && at.row + warp_row * WARP_TILE < p.h_rows;
         switch (p.activation) {
 #define MOE_STORE(enumerator, name, shape, curve)                                                            \
     case enumerator:                                                                                         \
         if constexpr (activation<T, enumerator>::GATED)                                                      \
-            return store_gated<enumerator>(c, row, feature, lane);                                           \
+            return store_gated<enumerator>(c, keeps_h, row, feature, lane);                                  \
         else                                                                                                 \
-            return store_plain<enumerator>(c, row, feature, lane);
+            return store_plain<enumerator>(c, keeps_h, row, feature, lane);
             MOE_ACTIVATIONS(MOE_STORE)
 #undef MOE_STORE
         }

@@ -1,0 +1,65 @@
+# For which GPUs machine code is made, as CMAKE_CUDA_ARCHITECTURES names them: 80 runs on GPUs of compute capability 8.0 to 8.9,
+# 90a on 9.0, 100 on 10.0 and 10.3, 120 on 12.0 and 12.1. tests/architectures.cmake tests these functions.
+
+set(all_architectures 80-real 90a-real 100-real 120-real)
+
+# The architectures of the machine's GPUs, or all if there are none. SMI: the program nvidia-smi, or "".
+function(find_cuda_architectures result smi)
+  set(found "")
+  if(smi)
+    execute_process(COMMAND ${smi} --query-gpu=compute_cap --format=csv,noheader
+      OUTPUT_VARIABLE capabilities RESULT_VARIABLE status ERROR_QUIET TIMEOUT 30)
+    if(status EQUAL 0)
+      string(REGEX MATCHALL "[0-9]+\\.[0-9]+" capabilities "${capabilities}")
+      foreach(capability ${capabilities})
+        if(capability MATCHES "^8\\.")
+          list(APPEND found 80-real)
+        elseif(capability STREQUAL "9.0")
+          list(APPEND found 90a-real)
+        elseif(capability MATCHES "^10\\.")
+          list(APPEND found 100-real)
+        elseif(capability MATCHES "^12\\.")
+          list(APPEND found 120-real)
+        endif()
+      endforeach()
+      list(REMOVE_DUPLICATES found)
+    endif()
+  endif()
+  if(NOT found)
+    set(found ${all_architectures})
+  endif()
+  set(${result} ${found} PARENT_SCOPE)
+endfunction()
+
+# Moves what NVCC does not know from the list `kept` to the list `left_out`.
+function(leave_out_unknown_architectures kept left_out nvcc)
+  execute_process(COMMAND ${nvcc} --list-gpu-arch OUTPUT_VARIABLE known ERROR_QUIET)
+  set(known_here "")
+  set(unknown "")
+  foreach(architecture ${${kept}})
+    string(REGEX MATCH "^[0-9]+" number ${architecture})
+    if(known MATCHES "compute_${number}(\n|$)")
+      list(APPEND known_here ${architecture})
+    else()
+      list(APPEND unknown ${architecture})
+    endif()
+  endforeach()
+  set(${kept} "${known_here}" PARENT_SCOPE) # or the cached variable would be seen
+  set(${left_out} "${unknown}" PARENT_SCOPE)
+endfunction()
+
+# The CUDA version that a driver must support at least, times 1000 as in cudaDriverGetVersion, and the first driver that does.
+# VERSION: the toolkit's. Drivers from before CUDA 12.4 cannot unpack code that was compressed with -compress-mode.
+function(least_cuda_driver cuda driver version compressed)
+  if(version VERSION_GREATER_EQUAL 13)
+    set(least 13000 580)
+  elseif(compressed)
+    set(least 12040 550.54)
+  else()
+    set(least 12000 525.60)
+  endif()
+  list(GET least 0 first)
+  list(GET least 1 second)
+  set(${cuda} ${first} PARENT_SCOPE)
+  set(${driver} ${second} PARENT_SCOPE)
+endfunction()

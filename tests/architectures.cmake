@@ -1,0 +1,47 @@
+# Tests cmake/architectures.cmake: cmake -DFOLDER=... -P architectures.cmake. Scripts stand in for nvidia-smi and nvcc.
+include(${CMAKE_CURRENT_LIST_DIR}/../cmake/architectures.cmake)
+file(MAKE_DIRECTORY ${FOLDER})
+
+function(write_program path text)
+  file(WRITE ${path} "#!/bin/sh\n${text}\n")
+  file(CHMOD ${path} PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
+endfunction()
+
+function(expect what wanted)
+  if(NOT "${ARGN}" STREQUAL "${wanted}")
+    message(SEND_ERROR "${what}: ${ARGN}, expected ${wanted}")
+  endif()
+endfunction()
+
+set(smi ${FOLDER}/nvidia-smi)
+set(every "80-real;90a-real;100-real;120-real")
+find_cuda_architectures(list "")
+expect("no nvidia-smi" "${every}" ${list})
+write_program(${smi} "echo 'NVIDIA-SMI has failed: 9.0'; exit 9")
+find_cuda_architectures(list ${smi})
+expect("no driver" "${every}" ${list})
+write_program(${smi} "echo 7.5")
+find_cuda_architectures(list ${smi})
+expect("a GPU that no kernels serve" "${every}" ${list})
+write_program(${smi} "[ \"$*\" = '--query-gpu=compute_cap --format=csv,noheader' ] && printf '8.6\\n8.9\\n9.0\\n9.0\\n12.1\\n10.3\\n'")
+find_cuda_architectures(list ${smi})
+expect("GPUs of several kinds" "80-real;90a-real;120-real;100-real" ${list})
+
+set(nvcc ${FOLDER}/nvcc)
+write_program(${nvcc} "[ \"$1\" = --list-gpu-arch ] && printf 'compute_75\\ncompute_80\\ncompute_90\\n'")
+set(list ${every} 8-real)
+leave_out_unknown_architectures(list left_out ${nvcc})
+expect("known to CUDA 12.6" "80-real;90a-real" ${list})
+expect("not known to CUDA 12.6" "100-real;120-real;8-real" ${left_out})
+
+set(option 120-real CACHE STRING "") # as -DCMAKE_CUDA_ARCHITECTURES=120-real does
+leave_out_unknown_architectures(option left_out ${nvcc})
+expect("nothing known" "" ${option})
+
+foreach(case "13.0.88;ON;13000;580" "12.9.86;ON;12040;550.54" "12.6.85;OFF;12000;525.60")
+  list(GET case 0 version)
+  list(GET case 1 compressed)
+  list(SUBLIST case 2 2 wanted)
+  least_cuda_driver(cuda driver ${version} ${compressed})
+  expect("driver for CUDA ${version}" "${wanted}" ${cuda} ${driver})
+endforeach()
