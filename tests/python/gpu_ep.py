@@ -151,7 +151,7 @@ def transformers(rank, ranks, folder):
             models.tiny(name, **cases.SEED).save_pretrained(f"{folder}/{name}")
     dist.barrier()
     found = cases.results(rank, ranks, folder)
-    limits = (1e-5, 1e-4) if target.dtype == torch.float32 else (2e-2, 0.15)
+    limits = (1e-5, 1e-4) if target.dtype == torch.float32 else (2e-2, 0.3)  # a missing sum over ranks is 0.5 or more
     for name, config, of, loss, gradients in found[: len(list(cases.cases(ranks)))]:
         model = models.tiny(name, **cases.SEED).to(torch.get_default_device(), torch.get_default_dtype())
         losses, exact = cases.run(model, range(config["fsdp_size"]))
