@@ -223,8 +223,7 @@ __global__ void __launch_bounds__(THREADS, 1) collect(const __grid_constant__ mo
 {
     __shared__ rank_rows rows;
     if (p.waits && threadIdx.x < 32) wait_all(p.view, MOE_EP_RETURN, moe_ep_mark(call_of(p.view), 0));
-    __syncthreads();
-    const bool failed = has_failed(p.view);
+    const bool failed = __syncthreads_or(threadIdx.x == 0 && has_failed(p.view)); // the lanes of a warp agree
     load_rank_rows(rows, p.view, p.plan);
 #pragma unroll 1
     for (int64_t t = first_warp(); t < p.tokens; t += all_warps())
