@@ -43,6 +43,8 @@
  *   down        Y[r] = A[r] W2[e]^T + b2[e]                                             smoe_experts_forward
  *   combine     O[t] = sum over the rows r of t of s(r) Y[r]                            smoe_experts_forward
  *
+ * H has gate columns, then up columns, for both layouts of W1.
+ *
  * With LoRA up also computes P1[r] = X[t(r)] A1[e]^T and adds P1[r] B1[e]^T to H[r]; down computes P2[r] =
  * A[r] A2[e]^T and adds P2[r] B2[e]^T to Y[r]. No matrix of the size of W1 or W2 is made. The caller
  * multiplies B1 and B2 by LoRA's scale, alpha / rank.
@@ -154,7 +156,7 @@ typedef enum smoe_backend { SMOE_BACKEND_CPU = 0, SMOE_BACKEND_CUDA = 10 } smoe_
  * portable ones, which are written for every GPU from compute capability 8.0 on. Both have all features. */
 typedef enum smoe_kernels { SMOE_KERNELS_BEST = 0, SMOE_KERNELS_PORTABLE = 1 } smoe_kernels;
 
-/* The stages, as a smoe_stage_callback gets them. smoe_stage_string gives their names. */
+/* What a smoe_stage_callback gets; not in the order of time. smoe_stage_string gives the names. */
 typedef enum smoe_stage {
     SMOE_STAGE_ROUTER_GEMM = 0, /* logits = X Wr^T + br */
     SMOE_STAGE_TOPK = 10,
@@ -364,10 +366,11 @@ typedef struct smoe_layer {
     /* Expert parallelism (smoe_ep.h). If ranks is 0, the next three must be 0 */
     int32_t ranks;        /* 0: this layer has all E experts. 1..72: it has E / ranks of them, and the others
                              are on other ranks. W1, b1, W2, b2 and their gradients have E / ranks experts */
-    int32_t waves;        /* parts in which tokens travel: 1, 2, 4, 8, or 0: chosen from the sizes */
+    int32_t waves;        /* 1, 2, 4 or 8 parts in which tokens travel; 0: chosen from the sizes. With one
+                             part a GPU computes in one wave, with p parts in p + 2 */
     int64_t max_tokens;   /* T of each rank is 0..max_tokens */
     int64_t row_capacity; /* the most received rows, with padding, whose H is kept; the backward computes H of
-                             the others again. 0: 1.25 max_tokens topk, at least 16384 */
+                             the others again (`saved` has b1). 0: 1.25 max_tokens topk, at least 16384 */
     int32_t lora_rank1;   /* LoRA beside W1: r1, a multiple of 8, at most 256; 0: none, as it must be if
                              `ranks` is not 0 */
     int32_t lora_rank2;   /* the same beside W2: r2 */
@@ -404,8 +407,8 @@ typedef struct smoe_sizes {
      * a T that is not known yet. Neither number depends on T. Both are 0 with ranks */
     uint64_t saved_constant_bytes;
     uint64_t saved_token_bytes;
-    int32_t backward_reads_logits; /* Where smoe_layer_backward computes dlogits it reads the logits, 1:
-                                      always; 0: only if a loss has a coefficient or a gradient */
+    int32_t backward_reads_logits; /* When smoe_layer_backward computes dlogits, it reads the logits.
+                                      1: always. 0: only if a loss has a coefficient or a gradient */
 } smoe_sizes;
 #define SMOE_SIZES_INIT                                                                                      \
     {                                                                                                        \
@@ -534,13 +537,13 @@ SMOE_API smoe_status smoe_update_selection_bias(smoe_context *context, const smo
 typedef struct smoe_backward_args {
     size_t struct_size;
     /* the forward's inputs and results, with the same values */
-    const void *x;             /* (T, d); read for dw1, drouter_weight, dlora_a1; with ranks also as w1 is */
+    const void *x;             /* (T, d); read for dw1, drouter_weight, dlora_a1; with ranks also for what
+                                  needs H, if fewer rows are kept than may come (row_capacity) */
     const void *router_weight; /* (E, d), or NULL: dx does not include the router's term */
     const void *logits;        /* FROM_LOGITS: (T, E); read for dlogits, for the router's gradients and for
                                   the router's term of dx. May be NULL for sparse dlogits of a softmax */
     const void *topk_ids;      /* FROM_TOPK: (T, K); read for dtopk_weights */
-    const void *w1;            /* read for dx; with ranks also for what needs H, if fewer rows are kept than
-                                  may come (row_capacity) */
+    const void *w1;            /* read for dx; with ranks also for what needs H, as x */
     const void *w2;            /* required for every gradient except db2, even for dw2 alone */
     const void *b2;            /* the forward's b2, read for a term of dS; NULL if the forward had no b2 */
     void *saved;               /* as the forward left it; overwritten only with reuse_saved */
