@@ -366,11 +366,11 @@ typedef struct smoe_layer {
     /* Expert parallelism (smoe_ep.h). If ranks is 0, the next three must be 0 */
     int32_t ranks;        /* 0: this layer has all E experts. 1..72: it has E / ranks of them, and the others
                              are on other ranks. W1, b1, W2, b2 and their gradients have E / ranks experts */
-    int32_t waves;        /* 1, 2, 4 or 8 parts in which tokens travel; 0: chosen from the sizes. With one
-                             part a GPU computes in one wave, with p parts in p + 2 */
+    int32_t waves;        /* the number of parts in which tokens travel: 1, 2, 4, 8, or 0: chosen from the
+                             sizes. A GPU computes in one wave for one part, in p + 2 waves for p parts */
     int64_t max_tokens;   /* T of each rank is 0..max_tokens */
     int64_t row_capacity; /* the most received rows, with padding, whose H is kept; the backward computes H of
-                             the others again (`saved` has b1). 0: 1.25 max_tokens topk, at least 16384 */
+                             the others again, with b1 of `saved`. 0: 1.25 max_tokens topk, at least 16384 */
     int32_t lora_rank1;   /* LoRA beside W1: r1, a multiple of 8, at most 256; 0: none, as it must be if
                              `ranks` is not 0 */
     int32_t lora_rank2;   /* the same beside W2: r2 */
@@ -398,8 +398,9 @@ typedef struct smoe_sizes {
                                     2 T d + 4 n R + metadata_bytes. Without a gate 4 n R becomes 2 n R. LoRA
                                     adds P1 and P2, 2 (r1 + r2) R. In f32 X, H, P1 and P2 take twice as much */
     uint64_t metadata_bytes;     /* the plan's part of saved_bytes */
-    uint64_t saved_buffer_bytes; /* the size of `saved`: H, P1 and P2 with padded_rows rows, and the plan. X
-                                    is not copied to `saved`: the caller gives X to the backward again */
+    uint64_t saved_buffer_bytes; /* the size of `saved`: H, P1 and P2 with padded_rows rows, and the plan;
+                                    with ranks H with row_capacity rows, b1 and two plans. X is not copied
+                                    to `saved`: the caller gives X to the backward again */
     uint64_t scratch_forward_bytes;
     uint64_t scratch_backward_bytes;
     uint64_t window_bytes; /* of each rank's window (smoe_ep.h); 0 without ranks */
@@ -407,8 +408,8 @@ typedef struct smoe_sizes {
      * a T that is not known yet. Neither number depends on T. Both are 0 with ranks */
     uint64_t saved_constant_bytes;
     uint64_t saved_token_bytes;
-    int32_t backward_reads_logits; /* When smoe_layer_backward computes dlogits, it reads the logits.
-                                      1: always. 0: only if a loss has a coefficient or a gradient */
+    int32_t backward_reads_logits; /* Whether smoe_layer_backward reads the logits for dlogits. 1:
+                                      always. 0: only if a loss has a coefficient or a gradient */
 } smoe_sizes;
 #define SMOE_SIZES_INIT                                                                                      \
     {                                                                                                        \
@@ -533,17 +534,17 @@ SMOE_API smoe_status smoe_update_selection_bias(smoe_context *context, const smo
 /* ---- Backward ------------------------------------------------------------------------------------------ */
 
 /* Pass NULL for each gradient that is not wanted. Work that only unwanted gradients need is not done. An
- * input is required if it is read for a wanted gradient; otherwise it may be NULL. */
+ * input may be NULL if no wanted gradient reads it and no comment requires it. */
 typedef struct smoe_backward_args {
     size_t struct_size;
     /* the forward's inputs and results, with the same values */
-    const void *x;             /* (T, d); read for dw1, drouter_weight, dlora_a1; with ranks also for what
-                                  needs H, if fewer rows are kept than may come (row_capacity) */
+    const void *x;             /* (T, d); read for dw1, drouter_weight, dlora_a1; with ranks, if fewer rows
+                                  are kept than may come (row_capacity), for all but db2 */
     const void *router_weight; /* (E, d), or NULL: dx does not include the router's term */
     const void *logits;        /* FROM_LOGITS: (T, E); read for dlogits, for the router's gradients and for
                                   the router's term of dx. May be NULL for sparse dlogits of a softmax */
     const void *topk_ids;      /* FROM_TOPK: (T, K); read for dtopk_weights */
-    const void *w1;            /* read for dx; with ranks also for what needs H, as x */
+    const void *w1;            /* read for dx; with ranks, on the same condition as x, for all but db2 */
     const void *w2;            /* required for every gradient except db2, even for dw2 alone */
     const void *b2;            /* the forward's b2, read for a term of dS; NULL if the forward had no b2 */
     void *saved;               /* as the forward left it; overwritten only with reuse_saved */
@@ -553,7 +554,8 @@ typedef struct smoe_backward_args {
     float balance_coefficient; /* dlogits include the gradient of balance_coefficient * losses[0] +
                                   z_coefficient * losses[1] */
     float z_coefficient;
-    void *dx;             /* (T, d) dtype, written; includes the router's term if router_weight is given */
+    void *dx;             /* (T, d) dtype, written; smoe_layer_backward adds the router's term, if it has
+                             router_weight */
     void *dw1, *dw2;      /* shaped as w1, w2; gradient_type. The gradient of an expert without rows is 0 or,
                              with accumulate, unchanged */
     void *db1, *db2;      /* shaped as b1, b2; gradient_type. If db2 is wanted, b2 must be
