@@ -15,8 +15,7 @@ double run_initial_gradient(int64_t i)
     return (double)(i % 7 - 3) / 4.0;
 }
 
-static bool refuse(run *r, const char *format, ...) __attribute__((format(printf, 2, 3)));
-static bool refuse(run *r, const char *format, ...)
+bool run_refuse(run *r, const char *format, ...)
 {
     va_list arguments;
     va_start(arguments, format);
@@ -52,7 +51,7 @@ static bool give(run *r, slot_id id, const double *values, bool input)
     s->input = input;
     oracle_store(s->start, x.type, values, (size_t)x.count);
     return buffer_write(&s->memory, s->start, s->memory.bytes) ||
-           refuse(r, "%s could not be filled", slot_name(id));
+           run_refuse(r, "%s could not be filled", slot_name(id));
 }
 
 static bool give_integers(run *r, slot_id id, const int64_t *values)
@@ -74,7 +73,7 @@ static bool give_mask(run *r, slot_id id, const int64_t *values)
     s->start = bytes;
     s->input = true;
     return buffer_write(&s->memory, bytes, s->memory.bytes) ||
-           refuse(r, "%s could not be filled", slot_name(id));
+           run_refuse(r, "%s could not be filled", slot_name(id));
 }
 
 static bool is_weight_gradient(slot_id id)
@@ -228,7 +227,7 @@ bool run_open_compute(run *r, const device *on, smoe_context *context, const smo
     r->sizes = sizes.sizes;
     r->weights_f8_bytes = sizes.weights_f8_bytes;
     return r->status == SMOE_OK ||
-           refuse(r, "%s: %s", smoe_status_string(r->status), smoe_last_error(context));
+           run_refuse(r, "%s: %s", smoe_status_string(r->status), smoe_last_error(context));
 }
 
 bool run_open(run *r, const device *on, smoe_context *context, const smoe_layer *layer,
@@ -295,8 +294,8 @@ bool run_make(run *r)
     for (int i = 0; i < SLOTS; i++) {
         const uint64_t bytes = slot_bytes(r, (slot_id)i);
         if (bytes && !buffer_make(&r->slots[i].memory, r->on, bytes))
-            return refuse(r, "out of memory for %s (%llu bytes)", slot_name((slot_id)i),
-                          (unsigned long long)bytes);
+            return run_refuse(r, "out of memory for %s (%llu bytes)", slot_name((slot_id)i),
+                              (unsigned long long)bytes);
     }
     fill_forward(r);
     fill_backward(r);
@@ -318,21 +317,22 @@ static bool call(run *r, const char *name, smoe_status status)
 {
     r->status = status;
     if (status != SMOE_OK)
-        return refuse(r, "%s: %s", smoe_status_string(status), smoe_last_error(r->context));
-    return r->on->sync() || refuse(r, "%s: the work on the device failed", name);
+        return run_refuse(r, "%s: %s", smoe_status_string(status), smoe_last_error(r->context));
+    return r->on->sync() || run_refuse(r, "%s: the work on the device failed", name);
 }
 
 /* The passes wait for all work on the device, copies too, so each needs its own. */
 static bool disturb(run *r, const run_options *options)
 {
     return !options->traffic || r->on->drive_traffic(options->traffic) ||
-           refuse(r, "no copies could be put beside it");
+           run_refuse(r, "no copies could be put beside it");
 }
 
 static bool poison(run *r, slot_id id)
 {
     const buffer *memory = &r->slots[id].memory;
-    return !memory->device || buffer_poison(memory) || refuse(r, "%s could not be poisoned", slot_name(id));
+    return !memory->device || buffer_poison(memory) ||
+           run_refuse(r, "%s could not be poisoned", slot_name(id));
 }
 
 bool run_forward(run *r, const run_options *options)
@@ -366,7 +366,7 @@ bool run_intact(run *r)
 {
     for (int i = 0; i < SLOTS; i++)
         if (!buffer_intact(&r->slots[i].memory))
-            return refuse(r, "the library wrote outside %s", slot_name((slot_id)i));
+            return run_refuse(r, "the library wrote outside %s", slot_name((slot_id)i));
     return true;
 }
 
@@ -379,119 +379,8 @@ bool run_check(run *r)
         void *now = slot_read(r, (slot_id)i);
         const bool same = memcmp(now, s->start, s->memory.bytes) == 0;
         free(now);
-        if (!same) return refuse(r, "the library changed its input %s", slot_name((slot_id)i));
+        if (!same) return run_refuse(r, "the library changed its input %s", slot_name((slot_id)i));
     }
-    return true;
-}
-
-/* ---- Results ---- */
-
-static bool fetch(run *r, tensors *got, tensor_id id, const void *from, int64_t count, smoe_type type)
-{
-    if (!from) return true;
-    tensor *t = &got->at[id];
-    const size_t bytes = (size_t)count * oracle_type_bytes(type);
-    *t = (tensor){.bits = oracle_alloc(bytes, 1), .count = count, .type = type};
-    return r->on->download(t->bits, from, bytes) || refuse(r, "download of %s failed", tensor_names[id]);
-}
-
-static bool fetch_slot(run *r, tensors *got, tensor_id id, slot_id from)
-{
-    const extent x = slot_extent(r, from);
-    return fetch(r, got, id, slot_data(r, from), x.count, x.type);
-}
-
-/* H (padded_rows, width) has rows up to the end of the last expert's last block. No stage computes those
- * after it, so they still hold the poison. */
-static bool check_h_past_rows(run *r, const void *h, int64_t blocks, size_t row_bytes)
-{
-    const unsigned char *bytes = h;
-    for (size_t i = (size_t)blocks * 64 * row_bytes; i < (size_t)r->sizes.padded_rows * row_bytes; i++)
-        if (bytes[i] != BUFFER_POISON)
-            return refuse(r, "the library wrote row %lld of h, and the experts' blocks end at row %lld",
-                          (long long)(i / row_bytes), (long long)blocks * 64);
-    return true;
-}
-
-/* H without its pad rows. */
-static bool fetch_h(run *r, tensors *got, const smoe_plan_view *view)
-{
-    const int64_t width = oracle_h_width(&r->layer), experts = r->layer.experts;
-    tensor *t = &got->at[TENSOR_H];
-    const int32_t *offsets = got->at[TENSOR_OFFSETS].bits, *blocks = got->at[TENSOR_BLOCK_OFFSETS].bits;
-    if (!view->h) return true;
-    if (!fetch(r, got, TENSOR_H, view->h, r->sizes.padded_rows * width, r->layer.dtype)) return false;
-    const size_t row_bytes = (size_t)width * oracle_type_bytes(t->type);
-    if (!check_h_past_rows(r, t->bits, blocks[experts], row_bytes)) return false;
-    for (int64_t e = 0; e < experts; e++) {
-        for (int64_t row = offsets[e]; row < offsets[e + 1]; row++) {
-            const int64_t padded = (int64_t)blocks[e] * 64 + row - offsets[e];
-            memmove((char *)t->bits + (size_t)row * row_bytes, (char *)t->bits + (size_t)padded * row_bytes,
-                    row_bytes);
-        }
-    }
-    t->count = offsets[experts] * width;
-    return true;
-}
-
-/* Are the offsets valid, so that rows may be looked up by them? */
-static bool check_offsets(run *r, const tensors *got)
-{
-    const int32_t *offsets = got->at[TENSOR_OFFSETS].bits, *blocks = got->at[TENSOR_BLOCK_OFFSETS].bits;
-    for (int64_t e = 0; e < r->layer.experts; e++) {
-        const int64_t rows = (int64_t)offsets[e + 1] - offsets[e];
-        if (rows < 0 || blocks[e] < 0 || (int64_t)blocks[e] * 64 + rows > r->sizes.padded_rows)
-            return refuse(r, "the plan's offsets are broken at expert %lld", (long long)e);
-    }
-    return offsets[r->layer.experts] <= r->sizes.rows || refuse(r, "more rows than the bound");
-}
-
-static bool fetch_plan(run *r, tensors *got, const smoe_plan_view *view)
-{
-    const smoe_layer *l = &r->layer;
-    const int64_t tk = l->tokens * l->topk, padded = r->sizes.padded_rows, e = l->experts;
-    if (!fetch(r, got, TENSOR_OFFSETS, view->offsets, e + 1, SMOE_TYPE_I32) ||
-        !fetch(r, got, TENSOR_BLOCK_OFFSETS, view->block_offsets, e + 1, SMOE_TYPE_I32) ||
-        !check_offsets(r, got))
-        return false;
-    const int64_t rows = ((const int32_t *)got->at[TENSOR_OFFSETS].bits)[e];
-    return fetch(r, got, TENSOR_TOPK_IDS, view->topk_ids, tk, SMOE_TYPE_I32) &&
-           fetch(r, got, TENSOR_TOPK_WEIGHTS, view->topk_weights, tk, SMOE_TYPE_F32) &&
-           fetch(r, got, TENSOR_TOPK_COUNTS, view->topk_counts, e, SMOE_TYPE_I32) &&
-           fetch(r, got, TENSOR_COUNTS, view->counts, e, SMOE_TYPE_I32) &&
-           fetch(r, got, TENSOR_ORDER, view->order, e, SMOE_TYPE_I32) &&
-           fetch(r, got, TENSOR_ROW_TOKEN, view->row_token, padded, SMOE_TYPE_I32) &&
-           fetch(r, got, TENSOR_ROW_WEIGHT, view->row_weight, padded, SMOE_TYPE_F32) &&
-           fetch(r, got, TENSOR_TOKEN_OFFSETS, view->token_offsets, l->tokens + 1, SMOE_TYPE_I32) &&
-           fetch(r, got, TENSOR_TOKEN_ROWS, view->token_rows, rows, SMOE_TYPE_I32) && fetch_h(r, got, view);
-}
-
-static bool fetch_forward(run *r, tensors *got)
-{
-    smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
-    const arguments a = arguments_of(r);
-    return call(r, "smoe_view_plan", smoe_view_plan(r->context, &a.layer.layer, &a.forward.args, &view)) &&
-           fetch_plan(r, got, &view) && fetch_slot(r, got, TENSOR_LOGITS, SLOT_LOGITS) &&
-           fetch_slot(r, got, TENSOR_LOSSES, SLOT_LOSSES) && fetch_slot(r, got, TENSOR_OUT, SLOT_OUT);
-}
-
-static bool fetch_backward(run *r, tensors *got)
-{
-    const struct {
-        tensor_id id;
-        slot_id from;
-    } all[] = {{TENSOR_DX, SLOT_DX},
-               {TENSOR_DW1, SLOT_DW1},
-               {TENSOR_DB1, SLOT_DB1},
-               {TENSOR_DW2, SLOT_DW2},
-               {TENSOR_DB2, SLOT_DB2},
-               {TENSOR_DLOGITS, SLOT_DLOGITS},
-               {TENSOR_DROUTER_WEIGHT, SLOT_DROUTER_WEIGHT},
-               {TENSOR_DROUTER_BIAS, SLOT_DROUTER_BIAS},
-               {TENSOR_DTOPK_WEIGHTS, SLOT_DTOPK_WEIGHTS},
-               {TENSOR_DROW_WEIGHTS, SLOT_DROW_WEIGHTS}};
-    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
-        if (!fetch_slot(r, got, all[i].id, all[i].from)) return false;
     return true;
 }
 
@@ -523,7 +412,7 @@ static bool begin_again(run *r)
         const slot *s = &r->slots[i];
         if (!s->memory.device || s->input) continue;
         if (!(s->start ? buffer_write(&s->memory, s->start, s->memory.bytes) : buffer_poison(&s->memory)))
-            return refuse(r, "%s could not be filled again", slot_name((slot_id)i));
+            return run_refuse(r, "%s could not be filled again", slot_name((slot_id)i));
     }
     return true;
 }
@@ -552,17 +441,25 @@ static bool enqueue_passes(void *user, void *stream)
     const int backwards = p->options->forward_only ? 0 : p->options->backwards;
     for (int i = 0; i < backwards && r->status == SMOE_OK; i++)
         r->status = smoe_layer_backward(r->context, &a.layer.layer, &a.backward.args, stream);
-    return r->status == SMOE_OK || refuse(r, "%s", smoe_last_error(r->context));
+    return r->status == SMOE_OK || run_refuse(r, "%s", smoe_last_error(r->context));
 }
 
 /* Twice, unless gradients accumulate: a graph must not depend on what an earlier launch left. */
+static bool fetch_forward(run *r, tensors *got)
+{
+    smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
+    const arguments a = arguments_of(r);
+    return call(r, "smoe_view_plan", smoe_view_plan(r->context, &a.layer.layer, &a.forward.args, &view)) &&
+           run_fetch_forward(r, &view, got);
+}
+
 static bool run_graph(run *r, const run_options *options, tensors *got)
 {
     passes all = {r, options};
     if (!poison(r, SLOT_SCRATCH_FORWARD) || !poison(r, SLOT_SCRATCH_BACKWARD)) return false;
     if (!r->on->replay(enqueue_passes, &all, r->layer.accumulate ? 1 : 2))
-        return r->status == SMOE_OK ? refuse(r, "the graph failed") : false;
-    return fetch_forward(r, got) && (options->forward_only || fetch_backward(r, got));
+        return r->status == SMOE_OK ? run_refuse(r, "the graph failed") : false;
+    return fetch_forward(r, got) && (options->forward_only || run_fetch_backward(r, got));
 }
 
 static bool run_passes(run *r, const run_options *options, tensors *got)
@@ -576,7 +473,7 @@ static bool run_passes(run *r, const run_options *options, tensors *got)
         if (i && r->layer.reuse_saved && !run_forward_again(r, options)) return false;
         if (!run_backward(r, options)) return false;
     }
-    return fetch_backward(r, got);
+    return run_fetch_backward(r, got);
 }
 
 /* Both passes once more, with the same buffers; differing: elements of each tensor. */

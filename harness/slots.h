@@ -1,4 +1,4 @@
-/* What a slot of a run holds. */
+/* What the files of a run share: what a slot holds, the reason of a failure, the results. */
 #ifndef HARNESS_SLOTS_H
 #define HARNESS_SLOTS_H
 
@@ -12,5 +12,11 @@ typedef struct extent {
 } extent;
 
 extent slot_extent(const run *r, slot_id id);
+
+/* Writes the reason to run.text and returns false. */
+bool run_refuse(run *r, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+bool run_fetch_forward(run *r, const smoe_plan_view *view, tensors *got);
+bool run_fetch_backward(run *r, tensors *got);
 
 #endif
