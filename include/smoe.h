@@ -367,10 +367,10 @@ typedef struct smoe_layer {
     int32_t ranks;        /* 0: this layer has all E experts. 1..72: it has E / ranks of them, and the others
                              are on other ranks. W1, b1, W2, b2 and their gradients have E / ranks experts */
     int32_t waves;        /* the number of parts in which tokens travel: 1, 2, 4, 8, or 0: chosen from the
-                             sizes. A GPU computes in one wave for one part, in p + 2 waves for p parts */
+                             sizes. With one part a GPU computes in one wave, with p > 1 parts in p + 2 */
     int64_t max_tokens;   /* T of each rank is 0..max_tokens */
-    int64_t row_capacity; /* the most received rows, with padding, whose H is kept; the backward computes H of
-                             the others again, with b1 of `saved`. 0: 1.25 max_tokens topk, at least 16384 */
+    int64_t row_capacity; /* H of at most so many received rows, with padding, is kept. The backward
+                             computes H of the others again. 0: 1.25 max_tokens topk, at least 16384 */
     int32_t lora_rank1;   /* LoRA beside W1: r1, a multiple of 8, at most 256; 0: none, as it must be if
                              `ranks` is not 0 */
     int32_t lora_rank2;   /* the same beside W2: r2 */

@@ -1,7 +1,7 @@
 /* LoRA beside W1 and W2 against a layer without LoRA whose weights are W1 + B1 A1 and W2 + B2 A2, in f32 on
  * the CPU. Its gradients give those of the factors: dA1 = B1^T dW1, dB1 = dW1 A1^T, and the same for W2. With
  * TEST_ON_CUDA the layer with LoRA runs on a GPU or the emulator. */
-#include <smoe.h>
+#include "oracle/number.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -145,42 +145,13 @@ static smoe_type type_of(const layer_data *d, int tensor)
     return tensor >= DLA1 ? d->layer.gradient_type : d->layer.dtype;
 }
 
-static size_t bytes_of(smoe_type type)
-{
-    return type == SMOE_TYPE_BF16 || type == SMOE_TYPE_F16 ? 2 : 4;
-}
-
-/* Rounds to f16; the magnitude is below 2^15. */
-static uint16_t half_of(float value)
-{
-    int exponent;
-    const float magnitude = fabsf(value), fraction = frexpf(magnitude, &exponent);
-    const long rounded = magnitude < 0x1p-14f ? lrintf(ldexpf(magnitude, 24))
-                                              : lrintf(ldexpf(fraction, 11)) + (exponent + 13L) * 1024;
-    return (uint16_t)(rounded + (value < 0 ? 0x8000 : 0));
-}
-
-static float of_half(uint16_t half)
-{
-    const int exponent = half >> 10 & 31, fraction = half & 1023;
-    const float value =
-        exponent ? ldexpf((float)(1024 + fraction), exponent - 25) : ldexpf((float)fraction, -24);
-    return exponent == 31 ? NAN : half & 0x8000 ? -value : value;
-}
-
 static void *on_host(const float *values, int64_t count, smoe_type type)
 {
-    char *stored = calloc(count > 0 ? (size_t)count : 1, 4);
+    char *stored = calloc(count > 0 ? (size_t)count : 1, oracle_type_bytes(type));
     assert_non_null(stored);
     for (int64_t i = 0; i < count; i++) {
-        const int32_t integer = (int32_t)values[i];
-        uint32_t bits;
-        memcpy(&bits, &values[i], 4);
-        const uint16_t high = (uint16_t)(bits >> 16), half = half_of(values[i]);
-        if (type == SMOE_TYPE_I32) memcpy(stored + 4 * i, &integer, 4);
-        if (type == SMOE_TYPE_F32) memcpy(stored + 4 * i, &bits, 4);
-        if (type == SMOE_TYPE_BF16) memcpy(stored + 2 * i, &high, 2);
-        if (type == SMOE_TYPE_F16) memcpy(stored + 2 * i, &half, 2);
+        const double value = (double)values[i];
+        oracle_store(stored + (size_t)i * oracle_type_bytes(type), type, &value, 1);
     }
     return stored;
 }
@@ -188,15 +159,9 @@ static void *on_host(const float *values, int64_t count, smoe_type type)
 static void to_floats(float *values, const char *stored, int64_t count, smoe_type type)
 {
     for (int64_t i = 0; i < count; i++) {
-        uint16_t half;
-        memcpy(&half, stored + 2 * i, 2);
-        const uint32_t bits = (uint32_t)half << 16;
-        if (type == SMOE_TYPE_BF16)
-            memcpy(&values[i], &bits, 4);
-        else if (type == SMOE_TYPE_F16)
-            values[i] = of_half(half);
-        else
-            memcpy(&values[i], stored + 4 * i, 4);
+        double value;
+        oracle_load(&value, type, stored + (size_t)i * oracle_type_bytes(type), 1);
+        values[i] = (float)value;
     }
 }
 
@@ -239,7 +204,7 @@ static memories make_memories(smoe_context *context, const layer_data *d)
     assert_int_equal(smoe_query_sizes(context, &d->layer, &m.sizes), SMOE_OK);
     for (int i = 0; i < TENSORS; i++) {
         if (!d->count[i]) continue;
-        const size_t bytes = (size_t)d->count[i] * bytes_of(type_of(d, i));
+        const size_t bytes = (size_t)d->count[i] * oracle_type_bytes(type_of(d, i));
         void *start = i < INPUTS ? on_host(d->values[i], d->count[i], type_of(d, i)) : NULL;
         if (d->layer.accumulate && i >= DLA1) {
             for (int64_t k = 0; k < d->count[i]; k++) d->values[i][k] = 1.0f;
@@ -257,7 +222,7 @@ static memories make_memories(smoe_context *context, const layer_data *d)
 static void free_memories(memories *m, const layer_data *d)
 {
     for (int i = 0; i < TENSORS; i++)
-        if (m->at[i]) free_memory(m->cuda, m->at[i], (size_t)d->count[i] * bytes_of(type_of(d, i)));
+        if (m->at[i]) free_memory(m->cuda, m->at[i], (size_t)d->count[i] * oracle_type_bytes(type_of(d, i)));
     free_memory(m->cuda, m->saved, m->sizes.saved_buffer_bytes);
     free_memory(m->cuda, m->scratch_forward, m->sizes.scratch_forward_bytes);
     free_memory(m->cuda, m->scratch_backward, m->sizes.scratch_backward_bytes);
@@ -298,7 +263,7 @@ static void read_back(const memories *m, layer_data *d)
 {
     for (int i = OUT; i < TENSORS; i++) {
         if (!d->count[i]) continue;
-        const size_t bytes = (size_t)d->count[i] * bytes_of(type_of(d, i));
+        const size_t bytes = (size_t)d->count[i] * oracle_type_bytes(type_of(d, i));
         char *host = malloc(bytes + 4);
         assert_non_null(host);
 #ifdef TEST_ON_CUDA
@@ -554,7 +519,7 @@ static void saved_grows_by_the_rows_of_small_rank(void **state)
     must(context, smoe_query_sizes(context, &d.layer, &with));
     d.layer.lora_rank1 = d.layer.lora_rank2 = 0;
     must(context, smoe_query_sizes(context, &d.layer, &without));
-    const uint64_t element = bytes_of(d.layer.dtype);
+    const uint64_t element = oracle_type_bytes(d.layer.dtype);
     assert_int_equal(with.saved_bytes - without.saved_bytes, (uint64_t)with.rows * 16 * element);
     assert_true(with.saved_buffer_bytes - without.saved_buffer_bytes <=
                 (uint64_t)with.padded_rows * 16 * element + 512);
