@@ -58,8 +58,8 @@ typedef struct model {
     block_frame frame;
     int64_t parts, first_part, passes; // its parts of a step's passes, and the number of all
     void **commons; // of each kind of block (model_create.c); NULL: no block is of this kind
-    block *blocks; // (MODEL_BRANCHES layers + 1) in the order of the residual stream; the last is the final
-                   // norm alone
+    block *blocks;  // (MODEL_BRANCHES layers + 1) in the order of the residual stream; the last is the final
+                    // norm alone
     model_head head;
     device_batch *batches; // (parts) the batch that was loaded last, pass by pass
     device_batch batch;    // the one that the current pass reads
