@@ -98,9 +98,9 @@
  *  - OpenBLAS has one number of threads for the whole process. The library sets this number to 1 while a
  *    call runs. When the call ends, the library restores the number that it found at the start, unless the
  *    application has set a number other than 1 during the call.
- *  - A forked child does not have the OpenMP threads of its parent. A thread that has
- *    used a context with more than one thread and then forks gets SMOE_ERROR_UNSUPPORTED from such contexts
- * in the child. There a context with threads = 1 works, and so does any context in a new thread. */
+ *  - A forked child does not have the OpenMP threads of its parent. A thread that has used a context with
+ *    more than one thread and then forks gets SMOE_ERROR_UNSUPPORTED from such contexts in the child. There
+ *    a context with threads = 1 works, and so does any context in a new thread. */
 #ifndef SMOE_H
 #define SMOE_H
 

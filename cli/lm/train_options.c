@@ -36,8 +36,7 @@ static const number_option numbers[] = {
     {"evaluations", "N", AT(validations.count), INT64, 0, 1e9, GROUP_RUN,
      "Number of validations over the run, each on windows at equal distances in the validation text (default "
      "at most 10, see --evaluation-share). With 0 no text is set aside: all of it is trained on, except "
-     "token "
-     "files that are for validation by their names"},
+     "token files that are for validation by their names"},
     {"evaluation-tokens", "N", AT(validations.tokens), INT64, 1, 1e15, GROUP_RUN,
      "Tokens of each validation except the last one (default at most 16384, see --evaluation-share); without "
      "effect if --evaluations is less than 2"},
@@ -46,8 +45,8 @@ static const number_option numbers[] = {
      "--evaluations is 0"},
     {"evaluation-share", "X", AT(validation_share), REAL, 0, 1, GROUP_RUN,
      "Tokens of all validations together, as a fraction of those that the run trains on. What is not given "
-     "of "
-     "--evaluations, --evaluation-tokens and --last-evaluation-tokens is chosen by it before the first step"},
+     "of --evaluations, --evaluation-tokens and --last-evaluation-tokens is chosen by it before the first "
+     "step"},
     {"checkpoints", "N", AT(checkpoints), INT64, 0, 1e9, GROUP_RUN,
      "Number of checkpoints over the run, 0: none"},
     {"keep", "N", AT(keep), INT64, 1, 1000, GROUP_RUN,
@@ -91,8 +90,8 @@ static const number_option numbers[] = {
      "Coefficient of the router's z-loss"},
     {"bias-rate", "X", AT(routing.bias_rate), SINGLE, 0, 1, GROUP_ROUTING,
      "Give the experts selection biases, and after each step raise those of experts with fewer tokens than "
-     "the mean "
-     "by X and lower the others; only with --score sigmoid. 0: the biases of a run that is resumed stay"},
+     "the mean by X and lower the others; only with --score sigmoid. 0: the biases of a run that is resumed "
+     "stay"},
 
     {"batch", "N", AT(batch), INT64, 1, 1 << 20, GROUP_OPTIMISER, "Sequences of a step"},
     {"micro-batches", "M", AT(parts), INT64, 1, 1 << 20, GROUP_OPTIMISER,
@@ -181,8 +180,7 @@ static const struct argp_option others[] = {
      GROUP_RUN},
     {"peer-timeout", KEY_PEER_TIMEOUT, "X", 0,
      "With several ranks: end the run when no rank has made progress for X seconds, except while files are "
-     "written "
-     "(default 300)",
+     "written (default 300)",
      GROUP_RUN},
     {"json", KEY_JSON, NULL, 0, "Print the result as one JSON object", GROUP_RUN},
     {"quiet", 'q', NULL, 0, "Do not show progress", GROUP_RUN},
@@ -504,9 +502,8 @@ bool train_options_parse(train_options *options, int argc, char **argv, error *e
             "JSON "
             "object a line), curve.png if gnuplot is installed, and checkpoints (DIR/latest is the newest). "
             "Hugging Face transformers opens the checkpoint of a model without --shared and --dense-layers "
-            "as "
-            "it is. Any other checkpoint has the model type smoe, which the Python package registers: import "
-            "smoe.transformers.",
+            "as it is. Any other checkpoint has the model type smoe, which the Python package registers: "
+            "import smoe.transformers.",
         .help_filter = add_default,
     };
     argp_err_exit_status = ERROR_USAGE;
