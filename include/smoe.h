@@ -152,8 +152,9 @@ SMOE_API const char *smoe_status_string(smoe_status status); /* static text, nev
 
 typedef enum smoe_backend { SMOE_BACKEND_CPU = 0, SMOE_BACKEND_CUDA = 10 } smoe_backend;
 
-/* The cuda kernels that multiply: those written for the device's generation, if there are any, or the
- * portable ones, which are written for every GPU from compute capability 8.0 on. Both have all features. */
+/* The cuda kernels that multiply. BEST: those written for the device's generation, else the portable ones.
+ * PORTABLE: always the portable ones, for every GPU from compute capability 8.0 on. Both have all features.
+ */
 typedef enum smoe_kernels { SMOE_KERNELS_BEST = 0, SMOE_KERNELS_PORTABLE = 1 } smoe_kernels;
 
 /* What a smoe_stage_callback gets; not in the order of time. smoe_stage_string gives the names. */
@@ -538,8 +539,8 @@ SMOE_API smoe_status smoe_update_selection_bias(smoe_context *context, const smo
 typedef struct smoe_backward_args {
     size_t struct_size;
     /* the forward's inputs and results, with the same values */
-    const void *x;             /* (T, d); read for dw1, drouter_weight, dlora_a1; with ranks, if fewer rows
-                                  are kept than may come (row_capacity), for all but db2 */
+    const void *x;             /* (T, d); read for dw1, drouter_weight, dlora_a1; with ranks, if
+                                  row_capacity is below the rows that may come, for every gradient but db2 */
     const void *router_weight; /* (E, d), or NULL: dx does not include the router's term */
     const void *logits;        /* FROM_LOGITS: (T, E); read for dlogits, for the router's gradients and for
                                   the router's term of dx. May be NULL for sparse dlogits of a softmax */
