@@ -153,8 +153,7 @@ SMOE_API const char *smoe_status_string(smoe_status status); /* static text, nev
 typedef enum smoe_backend { SMOE_BACKEND_CPU = 0, SMOE_BACKEND_CUDA = 10 } smoe_backend;
 
 /* The cuda kernels that multiply. BEST: those written for the device's generation, else the portable ones.
- * PORTABLE: always the portable ones, for every GPU from compute capability 8.0 on. Both have all features.
- */
+ * PORTABLE: the portable ones, for every GPU from compute capability 8.0 on. Both have all features. */
 typedef enum smoe_kernels { SMOE_KERNELS_BEST = 0, SMOE_KERNELS_PORTABLE = 1 } smoe_kernels;
 
 /* What a smoe_stage_callback gets; not in the order of time. smoe_stage_string gives the names. */
@@ -225,8 +224,7 @@ SMOE_API void smoe_destroy(smoe_context *context);
  * "" if there was no error. The text stays valid until the next call that fails. */
 SMOE_API const char *smoe_last_error(const smoe_context *context);
 
-/* Opaque. One rank's handle of a group. The ranks of a group hold different experts of a layer (smoe_ep.h).
- */
+/* Opaque: one rank's handle of a group. Its ranks hold different experts of a layer (smoe_ep.h). */
 typedef struct smoe_ep smoe_ep;
 
 /* Which kernels a cuda context has: "Hopper (9.0)", or "portable (8.0 and later): REASON". Empty for the CPU

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Which folders may include which: includes.sh SOURCE_FOLDER. Only the model commands include the trainer. Of the library, tool,
+# Which folders may include which, and how long a file may be: includes.sh SOURCE_FOLDER. Only the model commands include the trainer. Of the library, tool,
 # harness and trainer include only the public header, the lists of activations and scores, what smoe.h gets for fp8, and the options for tests; the oracle includes only the header. bench/ includes only the public headers, base/ and two headers of tests/cuda. In the
 # trainer, run/ stands on model/ and data/, both on files/.
 set -eu
@@ -30,5 +30,16 @@ echo "no include crosses a border"
 # A test is named by a sentence that says what holds.
 if grep -nE 'cmocka_unit_test[a-z_]*\(test_' tests/*.c tests/cuda/*.c tests/cuda/emulator/*.c; then
     echo "these names of tests are no sentences"
+    exit 1
+fi
+
+# A file of 600 lines is split by concept.
+folders='base bench cli examples harness include oracle python src tests tools train'
+# shellcheck disable=SC2086
+long=$(find $folders \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.py' -o -name '*.sh' \) \
+    -exec wc -l {} + | awk '$1 >= 600 && $2 != "total"')
+if [ -n "$long" ]; then
+    echo "these files have 600 lines or more:"
+    echo "$long"
     exit 1
 fi
