@@ -1,6 +1,6 @@
 /* The calls of a build of the library, opened at run time, so that one process can compare several builds. */
-#ifndef SMOE_BENCH_BUILD_API_H
-#define SMOE_BENCH_BUILD_API_H
+#ifndef BENCH_BUILD_API_H
+#define BENCH_BUILD_API_H
 
 #include <dlfcn.h>
 #include <smoe.h>

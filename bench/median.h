@@ -1,6 +1,6 @@
 /* Medians of measured values, and how far they can be trusted. */
-#ifndef SMOE_BENCH_MEDIAN_H
-#define SMOE_BENCH_MEDIAN_H
+#ifndef BENCH_MEDIAN_H
+#define BENCH_MEDIAN_H
 
 #include <math.h>
 #include <stdlib.h>

@@ -1,7 +1,7 @@
 /* The table of functions that a backend fills, and the context, which points to it. api.c checks every
  * argument before it calls one of them. */
-#ifndef SMOE_BACKEND_H
-#define SMOE_BACKEND_H
+#ifndef MOE_BACKEND_H
+#define MOE_BACKEND_H
 
 #include "problem.h"
 

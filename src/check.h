@@ -1,7 +1,7 @@
 /* The checks of a caller's arguments. Each error text names the function, the argument, the value and the
  * limit. */
-#ifndef SMOE_CHECK_H
-#define SMOE_CHECK_H
+#ifndef MOE_CHECK_H
+#define MOE_CHECK_H
 
 #include "backend.h"
 

@@ -1,7 +1,7 @@
 /* Expert parallelism, for both backends: a group, the values that ranks compare, and what follows from a
  * layer with ranks. What ranks write into each other's windows is in ep_window.h. */
-#ifndef SMOE_EP_INTERNAL_H
-#define SMOE_EP_INTERNAL_H
+#ifndef MOE_EP_INTERNAL_H
+#define MOE_EP_INTERNAL_H
 
 #include "backend.h"
 #include "ep_window.h"

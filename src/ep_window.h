@@ -1,6 +1,6 @@
 /* What the ranks of a group write into each other's windows: for the host (C11) and the device (CUDA). */
-#ifndef SMOE_EP_WINDOW_H
-#define SMOE_EP_WINDOW_H
+#ifndef MOE_EP_WINDOW_H
+#define MOE_EP_WINDOW_H
 
 #include "routing_decisions.h"
 

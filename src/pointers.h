@@ -1,7 +1,7 @@
 /* The memory that a call is given. Are the pointers there that the call needs, are they aligned, are saved
  * and scratch large enough, and does what the call writes overlap nothing else? */
-#ifndef SMOE_POINTERS_H
-#define SMOE_POINTERS_H
+#ifndef MOE_POINTERS_H
+#define MOE_POINTERS_H
 
 #include "backend.h"
 

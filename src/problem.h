@@ -1,7 +1,7 @@
 /* A checked layer description and everything that follows from it: row bounds, element sizes and the layout
  * of `saved`. It is built on the host at every call, and both backends read it. */
-#ifndef SMOE_PROBLEM_H
-#define SMOE_PROBLEM_H
+#ifndef MOE_PROBLEM_H
+#define MOE_PROBLEM_H
 
 #include "smoe_f8.h"
 

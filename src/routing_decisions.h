@@ -4,8 +4,8 @@
  *
  * Float operations go through moe_add, moe_mul and moe_div, which round once each and are never contracted
  * to a fused multiply-add: by intrinsics on the device, by -ffp-contract=off on the host. */
-#ifndef SMOE_ROUTING_DECISIONS_H
-#define SMOE_ROUTING_DECISIONS_H
+#ifndef MOE_ROUTING_DECISIONS_H
+#define MOE_ROUTING_DECISIONS_H
 
 #include "scores.h"
 

@@ -1,7 +1,7 @@
 /* Which parts of a backward are needed. A gradient whose pointer is NULL is not wanted. Intermediate results
  * that only such gradients need are not computed. */
-#ifndef SMOE_WANTED_H
-#define SMOE_WANTED_H
+#ifndef MOE_WANTED_H
+#define MOE_WANTED_H
 
 #include "routing_decisions.h"
 

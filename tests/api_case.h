@@ -1,6 +1,6 @@
 /* A small layer on the CPU, and the check of an error's text. */
-#ifndef API_CASE_H
-#define API_CASE_H
+#ifndef TESTS_API_CASE_H
+#define TESTS_API_CASE_H
 
 #include <smoe.h>
 

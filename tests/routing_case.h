@@ -1,6 +1,6 @@
 /* Route, round and plan of one layer through the public API, in poisoned buffers that end with a canary. */
-#ifndef ROUTING_CASE_H
-#define ROUTING_CASE_H
+#ifndef TESTS_ROUTING_CASE_H
+#define TESTS_ROUTING_CASE_H
 
 #include <smoe.h>
 

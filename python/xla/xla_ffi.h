@@ -1,8 +1,8 @@
 /* The part of XLA's foreign function interface (its C API, version 0.x) that python/xla/ffi.c uses, declared
  * here so that the library builds without jaxlib. XLA extends its structs only at their ends.
  * tests/python/test_jax.py compares every offset and value with jaxlib's own header. */
-#ifndef SMOE_XLA_FFI_H
-#define SMOE_XLA_FFI_H
+#ifndef MOE_XLA_FFI_H
+#define MOE_XLA_FFI_H
 
 #include <stddef.h>
 #include <stdint.h>

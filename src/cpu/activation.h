@@ -3,8 +3,8 @@
  * The results are accurate to a few units in the last place of f32, GELU (by erf) even in its far tail. NaN
  * gives NaN. The bits do not depend on the processor, because wider vectors do the same operations on every
  * element. */
-#ifndef SMOE_CPU_ACTIVATION_H
-#define SMOE_CPU_ACTIVATION_H
+#ifndef MOE_CPU_ACTIVATION_H
+#define MOE_CPU_ACTIVATION_H
 
 #include <smoe.h>
 

@@ -1,7 +1,7 @@
 /* Single-threaded, row-major sgemm on top of OpenBLAS. The CPU backend uses threads of its own and cuts the
  * work itself, so that the bits of a result do not depend on the number of threads. */
-#ifndef SMOE_CPU_BLAS_H
-#define SMOE_CPU_BLAS_H
+#ifndef MOE_CPU_BLAS_H
+#define MOE_CPU_BLAS_H
 
 #include <stdint.h>
 

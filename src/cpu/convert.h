@@ -1,8 +1,8 @@
 /* Converts rows from their storage type (f32 or bf16) to f32 and back, for the types that moe_cpu_stores
  * accepts. `first_element` counts elements of the storage type, so that callers need no
  * arithmetic on void pointers. */
-#ifndef SMOE_CPU_CONVERT_H
-#define SMOE_CPU_CONVERT_H
+#ifndef MOE_CPU_CONVERT_H
+#define MOE_CPU_CONVERT_H
 
 #include <smoe.h>
 

@@ -5,8 +5,8 @@
  * moe_blas_enter/leave (blas.h) keep OpenBLAS single-threaded around them. With fp8 the panels are decoded
  * from the bytes that the CUDA kernels have too (f8.h), and sums are those of sgemm: this is the reference
  * for fp8. */
-#ifndef SMOE_CPU_H
-#define SMOE_CPU_H
+#ifndef MOE_CPU_H
+#define MOE_CPU_H
 
 #include "backend.h"
 

@@ -9,8 +9,8 @@
  * - dO, X again: MOE_EP_FREE of the last backward.
  * - sums, dS: the owner describes its next call after its collect, and nobody sends sums of that call before
  *   all ranks have described it. */
-#ifndef SMOE_CPU_EP_H
-#define SMOE_CPU_EP_H
+#ifndef MOE_CPU_EP_H
+#define MOE_CPU_EP_H
 
 #include "ep.h"
 #include "experts.h"

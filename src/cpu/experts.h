@@ -5,8 +5,8 @@
  * into fixed panels too. Those of Y and dX~ are 64 columns wide and start at column 0, so a chunk (a multiple
  * of 64 columns) consists of whole panels. Every product is then the same sgemm call for any number of chunks
  * and threads. */
-#ifndef SMOE_CPU_EXPERTS_H
-#define SMOE_CPU_EXPERTS_H
+#ifndef MOE_CPU_EXPERTS_H
+#define MOE_CPU_EXPERTS_H
 
 #include "cpu.h"
 #include "f8.h"

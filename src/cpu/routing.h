@@ -4,8 +4,8 @@
  * Tokens are cut into fixed panels of 256. The selection has one bit for every (token, expert): four 64-bit
  * words for each panel and expert. So panels do not share words, a repeated id sets the same bit again, and
  * the set bits of an expert, in order, are its tokens in ascending order. */
-#ifndef SMOE_CPU_ROUTING_H
-#define SMOE_CPU_ROUTING_H
+#ifndef MOE_CPU_ROUTING_H
+#define MOE_CPU_ROUTING_H
 
 #include "cpu.h"
 #include "routing_decisions.h"

@@ -1,6 +1,6 @@
 /* Device memory for the programs of this folder: buffers between canaries, poisoned with 0xFF (NaN). */
-#ifndef SMOE_TESTS_CUDA_GPU_H
-#define SMOE_TESTS_CUDA_GPU_H
+#ifndef TESTS_CUDA_GPU_H
+#define TESTS_CUDA_GPU_H
 
 #include <cuda_runtime_api.h>
 #include <stdint.h>

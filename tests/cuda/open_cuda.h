@@ -1,6 +1,6 @@
 /* A context of the cuda backend for the checks of this folder. */
-#ifndef SMOE_TESTS_CUDA_OPEN_CUDA_H
-#define SMOE_TESTS_CUDA_OPEN_CUDA_H
+#ifndef TESTS_CUDA_OPEN_CUDA_H
+#define TESTS_CUDA_OPEN_CUDA_H
 
 #include "../../src/cuda/host/test_options.h"
 

@@ -1,6 +1,6 @@
 /* The layers and inputs on which the device's routing is compared with the CPU backend's. */
-#ifndef ROUTE_CASES_H
-#define ROUTE_CASES_H
+#ifndef TESTS_CUDA_ROUTE_CASES_H
+#define TESTS_CUDA_ROUTE_CASES_H
 
 #include <math.h>
 #include <smoe.h>

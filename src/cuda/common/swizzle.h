@@ -1,8 +1,8 @@
 /* Where elements are in shared memory. A subtile is a run of rows of 64 elements of 16 bits: 128 bytes,
  * eight vectors of 16 bytes. Vector v of row r is stored at place v xor (r mod 8) of the row, the 128-byte
  * swizzle of TMA and wgmma. A subtile starts at a multiple of 1024 bytes. */
-#ifndef SMOE_CUDA_SWIZZLE_H
-#define SMOE_CUDA_SWIZZLE_H
+#ifndef MOE_CUDA_SWIZZLE_H
+#define MOE_CUDA_SWIZZLE_H
 
 #include "host_device.h"
 

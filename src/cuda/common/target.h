@@ -1,6 +1,6 @@
 /* On what kernels are launched: a device, and what a call has chosen on it. */
-#ifndef SMOE_CUDA_TARGET_H
-#define SMOE_CUDA_TARGET_H
+#ifndef MOE_CUDA_TARGET_H
+#define MOE_CUDA_TARGET_H
 
 #include <cuda_runtime_api.h>
 #include <smoe.h>

@@ -1,6 +1,6 @@
 /* What the host side of the backward shares: backward.c (the experts) and router_backward.c. */
-#ifndef SMOE_CUDA_BACKWARD_H
-#define SMOE_CUDA_BACKWARD_H
+#ifndef MOE_CUDA_BACKWARD_H
+#define MOE_CUDA_BACKWARD_H
 
 #include "host/device.h"
 #include "host/launch_backward.h"

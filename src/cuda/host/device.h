@@ -1,6 +1,6 @@
 /* The CUDA backend's context: a device, and the kernels for it. */
-#ifndef SMOE_CUDA_DEVICE_H
-#define SMOE_CUDA_DEVICE_H
+#ifndef MOE_CUDA_DEVICE_H
+#define MOE_CUDA_DEVICE_H
 
 #include "backend.h"
 #include "host/kernel_table.h"

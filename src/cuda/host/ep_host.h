@@ -1,6 +1,6 @@
 /* Layers with ranks: ep.c (groups, the forward) and ep_backward.c. */
-#ifndef SMOE_CUDA_EP_H
-#define SMOE_CUDA_EP_H
+#ifndef MOE_CUDA_EP_H
+#define MOE_CUDA_EP_H
 
 #include "ep.h"
 #include "host/device.h"

@@ -2,8 +2,8 @@
  * and wait for flags. A kernel that waits has one warp, or for few rows a few CTAs, so that no SM or few are
  * held: another rank's kernels may need them. Once the group has failed, kernels that send or wait do
  * nothing, and the plan of received rows is empty. */
-#ifndef SMOE_CUDA_EP_LAUNCH_H
-#define SMOE_CUDA_EP_LAUNCH_H
+#ifndef MOE_CUDA_EP_LAUNCH_H
+#define MOE_CUDA_EP_LAUNCH_H
 
 #include "ep_window.h"
 #include "host/launch_backward.h"

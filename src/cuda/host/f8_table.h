@@ -1,8 +1,8 @@
 /* What a generation of GPUs has for fp8, as one table of functions: the kernels that quantise, and the
  * experts' GEMMs in e4m3. src/f8.h has the numerics. Buffers are device memory. Each function enqueues on the
  * stream and returns the runtime's status. */
-#ifndef SMOE_CUDA_F8_TABLE_H
-#define SMOE_CUDA_F8_TABLE_H
+#ifndef MOE_CUDA_F8_TABLE_H
+#define MOE_CUDA_F8_TABLE_H
 
 #include "f8.h"
 #include "host/kernel_table.h"

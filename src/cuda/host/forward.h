@@ -1,6 +1,6 @@
 /* The forward: forward.c. */
-#ifndef SMOE_CUDA_FORWARD_H
-#define SMOE_CUDA_FORWARD_H
+#ifndef MOE_CUDA_FORWARD_H
+#define MOE_CUDA_FORWARD_H
 
 #include "host/device.h"
 #include "host/routing.h"

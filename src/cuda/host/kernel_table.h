@@ -2,8 +2,8 @@
  * takes the best table that serves its device (device.c). The host code passes pointers and sizes; only the
  * kernel knows tile shapes, shared memory and tensor maps. Kernels that run on any GPU are launched by the
  * functions of launch.h and launch_backward.h. */
-#ifndef SMOE_CUDA_KERNEL_TABLE_H
-#define SMOE_CUDA_KERNEL_TABLE_H
+#ifndef MOE_CUDA_KERNEL_TABLE_H
+#define MOE_CUDA_KERNEL_TABLE_H
 
 #include "activations.h"
 #include "host/launch_backward.h"

@@ -1,8 +1,8 @@
 /* The kernels that run on any GPU, as the host side sees them: one launch function in plain C for each
  * kernel. It enqueues on the stream and returns the status. The kernels of one generation are in kernels.h.
  */
-#ifndef SMOE_CUDA_LAUNCH_H
-#define SMOE_CUDA_LAUNCH_H
+#ifndef MOE_CUDA_LAUNCH_H
+#define MOE_CUDA_LAUNCH_H
 
 #include "common/target.h"
 #include "schedule/scheduler.h"

@@ -1,6 +1,6 @@
 /* The kernels of the backward, as the host side sees them; see launch.h. */
-#ifndef SMOE_CUDA_LAUNCH_BACKWARD_H
-#define SMOE_CUDA_LAUNCH_BACKWARD_H
+#ifndef MOE_CUDA_LAUNCH_BACKWARD_H
+#define MOE_CUDA_LAUNCH_BACKWARD_H
 
 #include "host/launch.h"
 #include "routing_decisions.h"

@@ -1,6 +1,6 @@
 /* LoRA's kernels that run on any GPU, as the host side sees them; see launch.h and experts/lora.cu. */
-#ifndef SMOE_CUDA_LAUNCH_LORA_H
-#define SMOE_CUDA_LAUNCH_LORA_H
+#ifndef MOE_CUDA_LAUNCH_LORA_H
+#define MOE_CUDA_LAUNCH_LORA_H
 
 #include "common/target.h"
 #include "schedule/scheduler.h"

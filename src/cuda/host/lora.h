@@ -1,7 +1,7 @@
 /* What forward.c and backward.c call for layers with LoRA; lora.c. Without LoRA beside the weight in question
  * each does nothing. */
-#ifndef SMOE_CUDA_LORA_H
-#define SMOE_CUDA_LORA_H
+#ifndef MOE_CUDA_LORA_H
+#define MOE_CUDA_LORA_H
 
 #include "host/backward.h"
 #include "host/forward.h"

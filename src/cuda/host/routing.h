@@ -1,7 +1,7 @@
 /* Routing on the device: what route writes to scratch for round and plan, and the launch functions of the
  * kernels. Each launch function enqueues on the stream and returns the runtime's status. */
-#ifndef SMOE_CUDA_ROUTING_H
-#define SMOE_CUDA_ROUTING_H
+#ifndef MOE_CUDA_ROUTING_H
+#define MOE_CUDA_ROUTING_H
 
 #include "backend.h"
 #include "host/launch.h"

@@ -2,8 +2,8 @@
  * the device: sorting networks on small arrays, packed top-K keys, 16-bit ranking keys, the order of
  * candidates for rounding, the targets of balance rounding in closed form. routing_decisions.h says what each
  * decision means. */
-#ifndef SMOE_CUDA_ROUTE_MATH_H
-#define SMOE_CUDA_ROUTE_MATH_H
+#ifndef MOE_CUDA_ROUTE_MATH_H
+#define MOE_CUDA_ROUTE_MATH_H
 
 #include "host_device.h"
 #include "routing_decisions.h"

@@ -1,6 +1,6 @@
 /* When the kernels for few rows compute up and down (experts/few_rows.cuh), and their grid. */
-#ifndef SMOE_CUDA_FEW_ROWS_H
-#define SMOE_CUDA_FEW_ROWS_H
+#ifndef MOE_CUDA_FEW_ROWS_H
+#define MOE_CUDA_FEW_ROWS_H
 
 #include "schedule/scheduler.h"
 

@@ -1,8 +1,8 @@
 /* Sizes of the plan from top-K ids. Tokens are cut into segments; a CTA takes one segment. The counts of a
  * segment are one row of the count matrix [segment][padded experts] of 16-bit numbers. If the matrix is
  * small, every CTA sums its columns itself, in 16 bits. If it is large, a separate kernel sums them. */
-#ifndef SMOE_CUDA_PLAN_SIZE_H
-#define SMOE_CUDA_PLAN_SIZE_H
+#ifndef MOE_CUDA_PLAN_SIZE_H
+#define MOE_CUDA_PLAN_SIZE_H
 
 #include "schedule/scheduler.h"
 

@@ -3,8 +3,8 @@
  * lists on the device: row tiles (limit 2, the 128 rows of a CTA's tile) and pieces (a higher limit, for
  * the weight-stationary core). A unit is an entry and a column tile; consecutive units have consecutive
  * column tiles. */
-#ifndef SMOE_CUDA_SCHEDULER_H
-#define SMOE_CUDA_SCHEDULER_H
+#ifndef MOE_CUDA_SCHEDULER_H
+#define MOE_CUDA_SCHEDULER_H
 
 #include "host_device.h"
 #include "problem.h"

@@ -7,8 +7,8 @@
  * than an equal share of all blocks. The units after the full waves are the rest. Each CTA gets as many
  * blocks of the rest as it lacks to its equal share. The CTAs' shares of the rest follow each other in order.
  */
-#ifndef SMOE_CUDA_STATIONARY_SHARES_H
-#define SMOE_CUDA_STATIONARY_SHARES_H
+#ifndef MOE_CUDA_STATIONARY_SHARES_H
+#define MOE_CUDA_STATIONARY_SHARES_H
 
 #include "schedule/scheduler.h"
 

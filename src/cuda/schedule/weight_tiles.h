@@ -4,8 +4,8 @@
  * tile is not needed. A stripe never crosses from the gate half of H to the up half. Exception: with a gate
  * and n = 64 both halves are one stripe, and the tiles are tall. The GEMM sums over the rows of a piece
  * (scheduler.h). A unit is a piece and a tile, in the order of moe_weight_place_of. */
-#ifndef SMOE_CUDA_WEIGHT_TILES_H
-#define SMOE_CUDA_WEIGHT_TILES_H
+#ifndef MOE_CUDA_WEIGHT_TILES_H
+#define MOE_CUDA_WEIGHT_TILES_H
 
 #include "common/swizzle.h"
 #include "schedule/scheduler.h"

@@ -1,6 +1,6 @@
 /* The order in which kernels go through a work list. */
-#ifndef SMOE_CUDA_WORK_ORDER_H
-#define SMOE_CUDA_WORK_ORDER_H
+#ifndef MOE_CUDA_WORK_ORDER_H
+#define MOE_CUDA_WORK_ORDER_H
 
 #include "host_device.h"
 

@@ -1,7 +1,7 @@
 /* The launch functions of the portable kernels, for the table of kernels.c. The init functions raise limits
  * of shared memory; they are called once for each device. */
-#ifndef SMOE_CUDA_SM80_KERNELS_H
-#define SMOE_CUDA_SM80_KERNELS_H
+#ifndef MOE_CUDA_SM80_KERNELS_H
+#define MOE_CUDA_SM80_KERNELS_H
 
 #include "host/kernel_table.h"
 

@@ -1,8 +1,8 @@
 /* How the portable kernel cuts the weight gradients. A tile is 128 rows by 256 columns of the gradient as it
  * is in memory: of dW2 (d, n) the rows are columns of dO, of dW1 and dWr (features, d) they are features, in
  * the order of the columns of dH. */
-#ifndef SMOE_CUDA_WEIGHT_GRID_H
-#define SMOE_CUDA_WEIGHT_GRID_H
+#ifndef MOE_CUDA_WEIGHT_GRID_H
+#define MOE_CUDA_WEIGHT_GRID_H
 
 #include "schedule/work_order.h"
 

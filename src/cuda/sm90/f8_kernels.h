@@ -1,7 +1,7 @@
 /* The launch functions of Hopper's fp8 kernels, for the table of f8_kernels.c, and their init functions, as
  * in kernels.h. */
-#ifndef SMOE_CUDA_SM90_F8_KERNELS_H
-#define SMOE_CUDA_SM90_F8_KERNELS_H
+#ifndef MOE_CUDA_SM90_F8_KERNELS_H
+#define MOE_CUDA_SM90_F8_KERNELS_H
 
 #include "host/f8_table.h"
 

@@ -1,6 +1,6 @@
 /* Which of the GEMM cores multiplies rows by an expert's weights (gemm_*.cuh). */
-#ifndef SMOE_CUDA_GEMM_CHOICE_H
-#define SMOE_CUDA_GEMM_CHOICE_H
+#ifndef MOE_CUDA_GEMM_CHOICE_H
+#define MOE_CUDA_GEMM_CHOICE_H
 
 #include "schedule/scheduler.h"
 

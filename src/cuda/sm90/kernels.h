@@ -1,8 +1,8 @@
 /* The launch functions of the Hopper kernels, for the table of kernels.c. Each function makes the tensor
  * maps that its kernel needs. The init functions raise limits of shared memory; they are called once for
  * each device. */
-#ifndef SMOE_CUDA_SM90_KERNELS_H
-#define SMOE_CUDA_SM90_KERNELS_H
+#ifndef MOE_CUDA_SM90_KERNELS_H
+#define MOE_CUDA_SM90_KERNELS_H
 
 #include "host/kernel_table.h"
 

@@ -2,8 +2,8 @@
  * subtile is 128 bytes wide; a box has one or several side by side. The kernels say how high a box is. What
  * lies outside of the tensor reads as zero and is not written. If the driver refuses a map, on->refusal has
  * the reason. Elements are of on->dtype. on->state is a moe_maps. */
-#ifndef SMOE_CUDA_TENSOR_MAP_H
-#define SMOE_CUDA_TENSOR_MAP_H
+#ifndef MOE_CUDA_TENSOR_MAP_H
+#define MOE_CUDA_TENSOR_MAP_H
 
 #include "common/target.h"
 #include <cuda.h>
