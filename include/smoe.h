@@ -17,8 +17,8 @@
  *   act        the activation; dact(h, g) is the gradient of <act(h), g> with respect to h
  *   s(r)       the row weight: the factor of row r in the sum for its token
  *   A1, B1     (E, r1, d), (E, 2n, r1) LoRA's factors beside W1, of rank r1; without a gate B1 is (E, n, r1).
- *   A2, B2     (E, r2, n), (E, d, r2) those beside W2. A layer has them if its ranks (lora_rank1 and
- *              lora_rank2 in smoe_layer) are not 0
+ *   A2, B2     (E, r2, n), (E, d, r2) those beside W2. A layer has A1 and B1 if its lora_rank1 is not 0, A2
+ *              and B2 if its lora_rank2 is not 0
  *   P1, P2     one row for each r, with r1 and r2 columns. Q1 is the gradient of P1, Q2 that of s P2
  *
  * Matrices are row-major; the last dimension is contiguous. Rows are sorted by expert, the rows of an expert
@@ -45,7 +45,7 @@
  *
  * H has gate columns, then up columns, for both layouts of W1.
  *
- * With LoRA up also computes P1[r] = X[t(r)] A1[e]^T and adds P1[r] B1[e]^T to H[r]; down computes P2[r] =
+ * With LoRA, up also computes P1[r] = X[t(r)] A1[e]^T and adds P1[r] B1[e]^T to H[r]; down computes P2[r] =
  * A[r] A2[e]^T and adds P2[r] B2[e]^T to Y[r]. No matrix of the size of W1 or W2 is made. The caller
  * multiplies B1 and B2 by LoRA's scale, alpha / rank.
  *
@@ -62,7 +62,7 @@
  *   dx_rows     dX~[r] = dH[r] W1[e]
  *   dx          dX[t] = sum over the rows r of t of dX~[r]. smoe_layer_backward adds dlogits[t] Wr, which is
  *               called the router's term of dX
- * With LoRA dh also computes Q2[r] = dO[t(r)] B2[e], adds Q2[r] A2[e] to dA'[r], and computes dB2[e] = sum_r
+ * With LoRA, dh also computes Q2[r] = dO[t(r)] B2[e], adds Q2[r] A2[e] to dA'[r], and computes dB2[e] = sum_r
  * s(r) dO[t(r)]^T P2[r] and dA2[e] = sum_r Q2[r]^T A'[r]. dw1 also computes Q1[r] = dH[r] B1[e], dB1[e] =
  * sum_r dH[r]^T P1[r] and dA1[e] = sum_r Q1[r]^T X[t(r)]; dx_rows adds Q1[r] A1[e] to dX~[r].
  *
@@ -98,8 +98,8 @@
  *  - OpenBLAS has one number of threads for the whole process. The library sets this number to 1 while a
  *    call runs. When the call ends, the library restores the number that it found at the start, unless the
  *    application has set a number other than 1 during the call.
- *  - A forked child does not have the OpenMP threads of its parent. A thread that has used a context with
- *    more than one thread and then forks gets SMOE_ERROR_UNSUPPORTED from such contexts in the child. There
+ *  - A forked child does not have the OpenMP threads of its parent. If the thread that forks has used a
+ *    context whose `threads` is above 1, all such contexts give it SMOE_ERROR_UNSUPPORTED in the child. There
  *    a context with threads = 1 works, and so does any context in a new thread. */
 #ifndef SMOE_H
 #define SMOE_H
@@ -224,7 +224,7 @@ SMOE_API void smoe_destroy(smoe_context *context);
  * "" if there was no error. The text stays valid until the next call that fails. */
 SMOE_API const char *smoe_last_error(const smoe_context *context);
 
-/* Opaque: one rank's handle of a group. Its ranks hold different experts of a layer (smoe_ep.h). */
+/* Opaque: one rank's handle of a group of ranks, each with other experts of a layer (smoe_ep.h). */
 typedef struct smoe_ep smoe_ep;
 
 /* Which kernels a cuda context has: "Hopper (9.0)", or "portable (8.0 and later): REASON". Empty for the CPU
@@ -362,14 +362,14 @@ typedef struct smoe_layer {
     float up_limit;   /* likewise */
     float gate_alpha; /* finite */
     float up_offset;  /* finite */
-    /* Expert parallelism (smoe_ep.h). If ranks is 0, the next three must be 0 */
+    /* Expert parallelism (smoe_ep.h). If ranks is 0, waves, max_tokens and row_capacity must be 0 */
     int32_t ranks;        /* 0: this layer has all E experts. 1..72: it has E / ranks of them, and the others
                              are on other ranks. W1, b1, W2, b2 and their gradients have E / ranks experts */
     int32_t waves;        /* the number of parts in which tokens travel: 1, 2, 4, 8, or 0: chosen from the
                              sizes. With one part a GPU computes in one wave, with p > 1 parts in p + 2 */
     int64_t max_tokens;   /* T of each rank is 0..max_tokens */
-    int64_t row_capacity; /* H of at most so many received rows, with padding, is kept. The backward
-                             computes H of the others again. 0: 1.25 max_tokens topk, at least 16384 */
+    int64_t row_capacity; /* of this many received rows, pad rows counted, H is kept. The backward computes
+                             H of the other rows again. 0: 1.25 max_tokens topk, at least 16384 */
     int32_t lora_rank1;   /* LoRA beside W1: r1, a multiple of 8, at most 256; 0: none, as it must be if
                              `ranks` is not 0 */
     int32_t lora_rank2;   /* the same beside W2: r2 */
@@ -392,14 +392,14 @@ typedef struct smoe_sizes {
     size_t struct_size;
     int64_t rows;                /* upper bound on R: T K, plus the pairs that rounding can add */
     int64_t padded_rows;         /* upper bound on the number of rows and pad rows: rows + 63 min(E, rows) */
-    uint64_t saved_bytes;        /* what is alive from forward to backward, without padding and logits: X,
-                                    and H and the plan in `saved`. With R standing for `rows`, in bf16:
-                                    2 T d + 4 n R + metadata_bytes. Without a gate 4 n R becomes 2 n R. LoRA
-                                    adds P1 and P2, 2 (r1 + r2) R. In f32 X, H, P1 and P2 take twice as much */
+    uint64_t saved_bytes;        /* what is alive from forward to backward, without pad rows and logits: X,
+                                    H, the plan. With R standing for `rows`, in bf16: 2 T d + 4 n R +
+                                    metadata_bytes. Without a gate 4 n R becomes 2 n R. LoRA adds P1 and
+                                    P2, 2 (r1 + r2) R. In f32 X, H, P1 and P2 take twice as much */
     uint64_t metadata_bytes;     /* the plan's part of saved_bytes */
-    uint64_t saved_buffer_bytes; /* the size of `saved`: H, P1 and P2 with padded_rows rows, and the plan;
-                                    with ranks H with row_capacity rows, b1 and two plans. X is not copied
-                                    to `saved`: the caller gives X to the backward again */
+    uint64_t saved_buffer_bytes; /* the size of `saved`. It holds padded_rows rows of H, P1 and P2, and the
+                                    plan; for a layer with ranks row_capacity rows of H, b1 and two plans.
+                                    It does not hold X: the caller gives X to the backward again */
     uint64_t scratch_forward_bytes;
     uint64_t scratch_backward_bytes;
     uint64_t window_bytes; /* of each rank's window (smoe_ep.h); 0 without ranks */
@@ -435,7 +435,7 @@ typedef struct smoe_forward_args {
     float *losses; /* (2), written, or NULL. losses[0], load balance: E sum_e (count_e / C) mean_t p[t,e].
                       count_e is before rounding; p is the softmax, also for SIGMOID. losses[1], z: mean_t
                       logsumexp(logits[t])^2. C is the number of tokens that token_mask counts, and the means
-                      and count_e are over these tokens. If C is 0, both are 0 */
+                      and count_e are over these tokens. If C is 0, both losses are 0 */
     /* FROM_TOPK */
     const void *topk_ids;      /* (T, K) index_type */
     const float *topk_weights; /* (T, K) */
@@ -533,17 +533,17 @@ SMOE_API smoe_status smoe_update_selection_bias(smoe_context *context, const smo
 /* ---- Backward ------------------------------------------------------------------------------------------ */
 
 /* Pass NULL for each gradient that is not wanted. Work that only unwanted gradients need is not done. An
- * input may be NULL if no wanted gradient reads it and no comment requires it. */
+ * input may be NULL if no wanted gradient reads it and no comment requires it. If a layer with ranks can
+ * receive more than row_capacity rows, every gradient but db2 reads x and w1. */
 typedef struct smoe_backward_args {
     size_t struct_size;
     /* the forward's inputs and results, with the same values */
-    const void *x;             /* (T, d); read for dw1, drouter_weight, dlora_a1; with ranks, if
-                                  row_capacity is below the rows that may come, for every gradient but db2 */
+    const void *x;             /* (T, d); read for dw1, drouter_weight, dlora_a1 */
     const void *router_weight; /* (E, d), or NULL: dx does not include the router's term */
     const void *logits;        /* FROM_LOGITS: (T, E); read for dlogits, for the router's gradients and for
                                   the router's term of dx. May be NULL for sparse dlogits of a softmax */
     const void *topk_ids;      /* FROM_TOPK: (T, K); read for dtopk_weights */
-    const void *w1;            /* read for dx; with ranks, on the same condition as x, for all but db2 */
+    const void *w1;            /* read for dx */
     const void *w2;            /* required for every gradient except db2, even for dw2 alone */
     const void *b2;            /* the forward's b2, read for a term of dS; NULL if the forward had no b2 */
     void *saved;               /* as the forward left it; overwritten only with reuse_saved */
