@@ -98,9 +98,9 @@
  *  - OpenBLAS has one number of threads for the whole process. The library sets this number to 1 while a
  *    call runs. When the call ends, the library restores the number that it found at the start, unless the
  *    application has set a number other than 1 during the call.
- *  - A forked child does not have the OpenMP threads of its parent. If the thread that forks has used a
- *    context whose `threads` is above 1, all such contexts give it SMOE_ERROR_UNSUPPORTED in the child. There
- *    a context with threads = 1 works, and so does any context in a new thread. */
+ *  - A forked child does not have the OpenMP threads of its parent. If the thread that forks has used any
+ *    context with more than one thread, then in the child it gets SMOE_ERROR_UNSUPPORTED from every such
+ *    context. Contexts with threads = 1 work there, and a new thread of the child can use any context. */
 #ifndef SMOE_H
 #define SMOE_H
 
@@ -368,8 +368,8 @@ typedef struct smoe_layer {
     int32_t waves;        /* the number of parts in which tokens travel: 1, 2, 4, 8, or 0: chosen from the
                              sizes. With one part a GPU computes in one wave, with p > 1 parts in p + 2 */
     int64_t max_tokens;   /* T of each rank is 0..max_tokens */
-    int64_t row_capacity; /* of this many received rows, pad rows counted, H is kept. The backward computes
-                             H of the other rows again. 0: 1.25 max_tokens topk, at least 16384 */
+    int64_t row_capacity; /* the number of received rows, pad rows counted, whose H is kept. The backward
+                             computes H of the others again. 0: 1.25 max_tokens topk, at least 16384 */
     int32_t lora_rank1;   /* LoRA beside W1: r1, a multiple of 8, at most 256; 0: none, as it must be if
                              `ranks` is not 0 */
     int32_t lora_rank2;   /* the same beside W2: r2 */
@@ -397,8 +397,8 @@ typedef struct smoe_sizes {
                                     metadata_bytes. Without a gate 4 n R becomes 2 n R. LoRA adds P1 and
                                     P2, 2 (r1 + r2) R. In f32 X, H, P1 and P2 take twice as much */
     uint64_t metadata_bytes;     /* the plan's part of saved_bytes */
-    uint64_t saved_buffer_bytes; /* the size of `saved`. It holds padded_rows rows of H, P1 and P2, and the
-                                    plan; for a layer with ranks row_capacity rows of H, b1 and two plans.
+    uint64_t saved_buffer_bytes; /* the size of `saved`. Without ranks it holds the plan, and H, P1 and P2 of
+                                    padded_rows rows; with ranks b1, two plans, and H of row_capacity rows.
                                     It does not hold X: the caller gives X to the backward again */
     uint64_t scratch_forward_bytes;
     uint64_t scratch_backward_bytes;
