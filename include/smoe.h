@@ -99,8 +99,8 @@
  *    call runs. When the call ends, the library restores the number that it found at the start, unless the
  *    application has set a number other than 1 during the call.
  *  - A forked child does not have the OpenMP threads of its parent. If the thread that forks has used any
- *    context with more than one thread, then in the child it gets SMOE_ERROR_UNSUPPORTED from every such
- *    context. Contexts with threads = 1 work there, and a new thread of the child can use any context. */
+ *    context with more than one thread, then in the child it gets SMOE_ERROR_UNSUPPORTED from every context
+ *    with more than one thread. Other contexts work there, and a new thread of the child can use any. */
 #ifndef SMOE_H
 #define SMOE_H
 
@@ -307,8 +307,8 @@ typedef enum smoe_score {
 typedef enum smoe_rounding {
     SMOE_ROUNDING_NONE = 0,
     SMOE_ROUNDING_NR_F = 1, /* nearest: hi if c - lo > M/2 */
-    SMOE_ROUNDING_SR_F = 2, /* stochastic: hi if u < (c - lo)/M. 2^32 u is the first word of Philox4x32-10
-                               with the key words (seed, seed >> 32) and the counter words
+    SMOE_ROUNDING_SR_F = 2, /* stochastic: hi if u < (c - lo)/M, where 2^32 u is the first word of
+                               Philox4x32-10 with the key words (seed, seed >> 32) and the counter words
                                (step, step >> 32, expert, 0) */
     SMOE_ROUNDING_NR_S = 3, /* nearest by score: hi if S(hi) - S(c) < S(c) - S(lo), where S(m) is the sum of
                                the first m scores of the ranking, in 64-bit fixed point */
@@ -398,13 +398,13 @@ typedef struct smoe_sizes {
                                     P2, 2 (r1 + r2) R. In f32 X, H, P1 and P2 take twice as much */
     uint64_t metadata_bytes;     /* the plan's part of saved_bytes */
     uint64_t saved_buffer_bytes; /* the size of `saved`. Without ranks it holds the plan, and H, P1 and P2 of
-                                    padded_rows rows; with ranks b1, two plans, and H of row_capacity rows.
-                                    It does not hold X: the caller gives X to the backward again */
+                                    padded_rows rows. With ranks it holds two plans, b1, and H of
+                                    row_capacity rows. The caller gives X to the backward again */
     uint64_t scratch_forward_bytes;
     uint64_t scratch_backward_bytes;
     uint64_t window_bytes; /* of each rank's window (smoe_ep.h); 0 without ranks */
-    /* For every T, saved_buffer_bytes <= saved_constant_bytes + T saved_token_bytes: the size of `saved` for
-     * a T that is not known yet. Neither number depends on T. Both are 0 with ranks */
+    /* For every T, saved_buffer_bytes <= saved_constant_bytes + T saved_token_bytes: a bound for a T that is
+     * not known yet. Neither number depends on T. Both are 0 with ranks */
     uint64_t saved_constant_bytes;
     uint64_t saved_token_bytes;
     int32_t backward_reads_logits; /* Whether smoe_layer_backward reads the logits for dlogits. 1:
