@@ -216,8 +216,8 @@ part_twin() {
 }
 
 part_kill() {
-    within 60 "$root/tests/cuda/kill_and_resume.sh" "$bin/smoe" cuda 200 "" &&
-        within 60 "$root/tests/cuda/kill_and_resume.sh" "$bin/smoe" cuda 200 "--micro-batches 2 --precision bf16"
+    within 60 "$root/tests/cuda/kill_and_resume.sh" "$bin/smoe" cuda &&
+        within 60 "$root/tests/cuda/kill_and_resume.sh" "$bin/smoe" cuda "--micro-batches 2 --precision bf16"
 }
 
 part_micro() {
