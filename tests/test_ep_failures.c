@@ -1,6 +1,7 @@
 /* What goes wrong between ranks: options that differ, a rank that is late or dies, an abort, too many rows,
  * calls in another order. Every wait ends, every rank names the rank and the reason, and results are NaN. */
 #define _GNU_SOURCE /* for ep_case.h */
+#include "src/cpu/ep_cpu.h"
 #include "tests/ep_case.h"
 
 #include <time.h>
@@ -9,9 +10,56 @@
 
 static const int64_t tokens[EP_MOST] = {60, 17, 140, 8, 1, 2, 3, 4};
 
+/* ---- Time, which passes when the test says so: the linker puts these before waits and clock ---- */
+
+/* Shared by processes. Time stands still until `expected` ranks wait for rank `source` in call `call`, so
+ * that nobody else is late, however busy the machine is. Then each look at the clock takes 100 ms. */
+static struct pretence {
+    uint64_t call;
+    int source, expected; /* 0: the clock is real */
+    atomic_int waiting;
+    _Atomic int64_t ms;
+} * pretence;
+
+int __real_moe_cpu_ep_wait(smoe_ep *ep, int source, moe_ep_flag flag, uint64_t mark);
+int __real_clock_gettime(clockid_t clock, struct timespec *now);
+int __wrap_moe_cpu_ep_wait(smoe_ep *ep, int source, moe_ep_flag flag, uint64_t mark);
+int __wrap_clock_gettime(clockid_t clock, struct timespec *now);
+
+int __wrap_moe_cpu_ep_wait(smoe_ep *ep, int source, moe_ep_flag flag, uint64_t mark)
+{
+    if (source == pretence->source && ep->call == pretence->call) atomic_fetch_add(&pretence->waiting, 1);
+    return __real_moe_cpu_ep_wait(ep, source, flag, mark);
+}
+
+int __wrap_clock_gettime(clockid_t clock, struct timespec *now)
+{
+    if (!pretence->expected) return __real_clock_gettime(clock, now);
+    const int64_t step = atomic_load(&pretence->waiting) < pretence->expected ? 0 : 100,
+                  ms = atomic_fetch_add(&pretence->ms, step);
+    *now = (struct timespec){ms / 1000, ms % 1000 * 1000000};
+    return 0;
+}
+
+static void pretend(uint64_t call, int source, int expected)
+{
+    pretence->call = call;
+    pretence->source = source;
+    pretence->expected = expected;
+    atomic_store(&pretence->waiting, 0);
+}
+
+static int make_pretence(void **state)
+{
+    (void)state;
+    pretence = mmap(NULL, sizeof *pretence, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    return pretence == MAP_FAILED ? -1 : 0;
+}
+
 static ep_case *make(const smoe_layer *layer, uint32_t timeout_ms)
 {
     ep_case *c = ep_make(layer, tokens, 0);
+    pretend(0, 0, 0);
     c->timeout_ms = timeout_ms;
     ep_copy_inputs(c);
     for (int i = EP_OUT; i < EP_TENSORS; i++) /* the results: no NaN yet */
@@ -169,6 +217,7 @@ static void a_late_rank_ends_every_wait(void **state)
     (void)state;
     const smoe_layer layer = ep_describe(4, 8, 2, SMOE_TYPE_F32);
     ep_case *c = make(&layer, 2000);
+    pretend(1, 3, 3);
     for (int r = 0; r < 4; r++) ep_join(c, r, 1);
     pthread_t threads[3];
     ep_thread users[3];
@@ -205,6 +254,7 @@ static void a_process_that_dies_is_named(void **state)
     (void)state;
     const smoe_layer layer = ep_describe(4, 8, 2, SMOE_TYPE_F32);
     ep_case *c = make(&layer, 2000);
+    pretend(2, 2, 3);
     pid_t children[EP_MOST];
     for (int r = 0; r < 4; r++) {
         children[r] = fork();
@@ -233,10 +283,9 @@ static void a_process_that_dies_is_named(void **state)
     ep_free(c);
 }
 
-static void *abort_later(void *ep)
+static void *abort_a_wait(void *ep)
 {
-    const struct timespec nap = {0, 50 * 1000 * 1000};
-    nanosleep(&nap, NULL);
+    while (!atomic_load(&pretence->waiting)) sched_yield();
     smoe_ep_abort(ep);
     return NULL;
 }
@@ -247,8 +296,9 @@ static void an_abort_ends_the_wait_and_tells_the_others(void **state)
     const smoe_layer layer = ep_describe(3, 9, 2, SMOE_TYPE_F32);
     ep_case *c = make(&layer, 20000);
     for (int r = 0; r < 3; r++) ep_join(c, r, 1);
+    pretend(1, 1, 0);
     pthread_t thread;
-    assert_int_equal(pthread_create(&thread, NULL, abort_later, c->ep[0]), 0);
+    assert_int_equal(pthread_create(&thread, NULL, abort_a_wait, c->ep[0]), 0);
     c->status[0] = ep_run_rank(c, 0, 1);
     pthread_join(thread, NULL);
     for (int r = 1; r < 3; r++) c->status[r] = ep_run_rank(c, r, 1);
@@ -343,5 +393,5 @@ int main(void)
         cmocka_unit_test(wrong_arguments_are_named),
         cmocka_unit_test(calls_in_the_wrong_order_are_named),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return cmocka_run_group_tests(tests, make_pretence, NULL);
 }
