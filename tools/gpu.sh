@@ -33,7 +33,10 @@ portable   portable_99k   200  the same with 99 KB of shared memory
 portable   portable_lora   60  LoRA
 portable   portable_memcheck 300  compute-sanitizer on small cases
 portable   portable_racecheck 300
-portable   portable_synccheck 300
+portable   portable_synccheck 300  reports up, whose warps wait for one barrier at two instructions, which PTX allows
+f8         f8_kernels     120  fp8: rows, weights, up, down and dx_rows compared with the CPU bit for bit
+f8         f8_layers      120  layers in fp8 against the oracle
+f8         f8_times       540  the forward in fp8 beside that in bf16, the paper's layers (about 120 s); build cuda_time_f8 for it
 python_portable portable_torch 400  tests/python/gpu.py
 python_portable experts_test 120  Transformers' own test of experts functions
 ptx        ptx            540  smoe verify with the portable kernels as the driver compiles them from an A100's PTX
@@ -130,13 +133,14 @@ part_ptx() {
 }
 
 sanitize() { # tool, options of verify...
-    local sanitizer case tool=$1
+    local sanitizer case tool=$1 failed=0
     shift
     sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
     for case in "backward, eights d 8 n 8" "backward, one token" "backward, edges n 320" "E 13" "forward, eights"; do
-        within 60 "$sanitizer" --tool "$tool" --error-exitcode 1 $verify --again 0 --only "$case" "$@" || return
+        within 60 "$sanitizer" --tool "$tool" --error-exitcode 1 $verify --again 0 --only "$case" "$@" || failed=1
     done
-    [ "$tool" = synccheck ] || within 60 "$sanitizer" --tool "$tool" --error-exitcode 1 "$bin/cuda_check_route" few
+    [ "$tool" = synccheck ] || within 60 "$sanitizer" --tool "$tool" --error-exitcode 1 "$bin/cuda_check_route" few || failed=1
+    return $failed
 }
 
 # ---- bench ----
@@ -387,6 +391,9 @@ one_part() {
     lora) within "$seconds" "$bin/cuda_lora" ;;
     memcheck | synccheck) sanitize "$part" ;;
     verify) verify_all --repeats 200 ;;
+    f8_kernels) within "$seconds" "$bin/cuda_check_f8" ;;
+    f8_layers) within "$seconds" "$bin/cuda_check_f8_layer" ;;
+    f8_times) within "$seconds" "$bin/cuda_time_f8" 9 random ;;
     portable_verify) verify_all --kernels portable --repeats 200 ;;
     portable_99k) verify_all --kernels portable-99k --repeats 50 ;;
     portable_lora) SMOE_KERNELS=portable within "$seconds" "$bin/cuda_lora" ;;

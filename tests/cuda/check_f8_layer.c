@@ -64,6 +64,7 @@ static void refused(smoe_context *context, smoe_layer layer, const char *text)
 
 int main(void)
 {
+    setvbuf(stdout, NULL, _IOLBF, 0); /* so that the last line names the case that hangs */
     smoe_context *context = open_cuda();
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const smoe_layer layer = complete(&cases[i].layer);
@@ -71,6 +72,7 @@ int main(void)
                                        .exact = cases[i].draw.integers != 0,
                                        .seed = 1};
         char text[RUN_TEXT] = "";
+        puts(cases[i].name);
         const run_outcome outcome = check_layer(device_find("cuda"), context, &layer, &cases[i].draw,
                                                 &options, judge, (void *)(uintptr_t)cases[i].name, text);
         if (outcome == RUN_OK) continue;

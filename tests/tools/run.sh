@@ -67,12 +67,14 @@ esac"
 program cuda_check_route 'sleep 60'
 program cuda_check_limits 'echo no GPU: skipped; exit 77'
 program cuda_check_sms 'echo 0 failures'
+for each in cuda_check_f8 cuda_check_f8_layer cuda_time_f8; do program $each "echo \"\${0##*/}\${1:+ \$*}\""; done
+program compute-sanitizer "echo \"\$*\" >>'$folder/sanitized'; case \"\$*\" in *'one token'*) exit 1 ;; esac"
 
 budget=300
 run() { # wanted status, parts
     wanted=$1
     shift
-    OUT=$folder/out WORK=$folder/work BUDGET=$budget BIN=$folder/bin "$tools/gpu.sh" "$@" >"$folder/run.txt" 2>&1
+    PATH=$folder/bin:$PATH OUT=$folder/out WORK=$folder/work BUDGET=$budget BIN=$folder/bin "$tools/gpu.sh" "$@" >"$folder/run.txt" 2>&1
     expect_status "gpu.sh $*" $? "$wanted"
 }
 untimed() { # a line that the output must have, where the seconds at the line's end are not compared
@@ -89,6 +91,12 @@ untimed "forward, uniform: geometric mean 0.785, least 0.400 (3 shapes)"
 run 0 portable_verify portable_99k
 untimed "== portable_99k: ok"
 [ "$(sort "$folder/kernels" | uniq -c | tr -s ' \n' ' ')" = ' 14 portable 14 portable-99k ' ] || { echo "not each process had the portable kernels"; wrong=1; }
+run 0 f8
+untimed "cuda_check_f8_layer"
+untimed "cuda_time_f8 9 random"
+run 1 portable_synccheck
+untimed "== portable_synccheck: FAILED (exit 1)"
+[ "$(grep -c 'tool synccheck.*--kernels portable' "$folder/sanitized")" -eq 5 ] || { echo "no case after the one that fails"; wrong=1; }
 run 1 ptx
 untimed "build with -DCMAKE_CUDA_ARCHITECTURES='80;90a-real'"
 untimed "== ptx: FAILED (exit 1)"
