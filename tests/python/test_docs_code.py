@@ -51,7 +51,7 @@ def test_block_runs(block, tmp_path):
     package = needed(block)
     pytest.importorskip(package)
     command = [sys.executable, "-c", GIVEN.get(package, "") + block, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
 
 

@@ -41,7 +41,7 @@ def run(function, given):
     return [out.detach()] + [t.grad for t in leaves if t.requires_grad]
 
 
-def group_of(timeout=120.0, **options):
+def group_of(timeout=600.0, **options):
     sizes = dict(max_tokens=max(TOKENS), hidden=H, num_experts=E, top_k=K)
     return smoe.ep.Group(**sizes | options, threads=1, timeout=timeout)
 
@@ -105,7 +105,7 @@ def failing(rank, ranks, folder):
     begin = time.monotonic()
     with pytest.raises(smoe.ep.PeerError, match="rank 0 waited 500 ms for .* of rank 1"):
         smoe.ep.experts(*part(rank, ranks)[:5], group=group)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 100
     torch.save([], f"{folder}/ended")
     os._exit(0)  # without the other rank gloo cannot end
 

@@ -117,7 +117,7 @@ def results(rank, ranks, shapes):
     found = []
     for shape in shapes:
         mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=("efsdp", "ep"))
-        sizes = dict(max_tokens=T, hidden=H, num_experts=E, top_k=K, dtype=torch.get_default_dtype(), timeout=60.0)
+        sizes = dict(max_tokens=T, hidden=H, num_experts=E, top_k=K, dtype=torch.get_default_dtype(), timeout=600.0)
         sizes |= dict(rounding="nr_f", tile=4)
         group = smoe.ep.Group(mesh["ep"], **sizes, threads=1)
         ways = [("eager", Model(group), summed)] if shape[0] == 1 else []

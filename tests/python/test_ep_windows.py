@@ -20,7 +20,7 @@ class Meeting:
     """gather() of threads"""
 
     def __init__(self):
-        self.barrier, self.values = threading.Barrier(RANKS, timeout=20), [None] * RANKS
+        self.barrier, self.values = threading.Barrier(RANKS, timeout=600), [None] * RANKS
 
     def gather(self, rank, value):
         self.values[rank] = value
@@ -123,7 +123,7 @@ def test_refusals(way, folder, monkeypatch):
 
 def test_shared_memory(folder):
     """The windows are zero at the start, and one window is the same memory on all ranks."""
-    ends = threading.Barrier(RANKS, timeout=20)
+    ends = threading.Barrier(RANKS, timeout=600)
 
     def use(made):
         before = [bytes(made.own._views[rank]) for rank in range(RANKS)]
@@ -179,7 +179,7 @@ def cuda(monkeypatch):
         met.wait()
         return Handle()
 
-    met = threading.Barrier(RANKS, timeout=20)
+    met = threading.Barrier(RANKS, timeout=600)
     monkeypatch.setattr(symmetric, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
     monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
     return monkeypatch

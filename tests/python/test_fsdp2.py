@@ -178,7 +178,7 @@ def smoe_train(folder, *arguments):
     kept = "--logs 20 --evaluations 1 --last-evaluation-tokens 1 --checkpoints 1 --device cpu --quiet".split()
     subprocess.run(
         [program, "train", "--out", str(folder), "--steps", "20", *sizes, *kept, *arguments],
-        check=True, capture_output=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True, capture_output=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
@@ -323,7 +323,7 @@ def test_torchrun(tmp_path):
     command += ["--nproc-per-node", "2", script, "--random", *RUN]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--steps", "2", "--out", out], capture_output=True, text=True, timeout=120, env=environment
+        [*command, "--steps", "2", "--out", out], capture_output=True, text=True, timeout=600, env=environment
     )
     assert done.returncode == 0 and "tokens/day" in done.stdout, done.stdout + done.stderr
     status, said = train(tmp_path / "run", 1, "--random", *RUN, "--seed", "6", "--steps", "3", "--out", out, "--resume")

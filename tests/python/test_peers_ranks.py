@@ -15,7 +15,7 @@ JOBS = ["alone", "smoe-ep", "a2a-smoe", "a2a-grouped_mm", "torch"]
 def run(*arguments):
     command = [sys.executable, str(ROOT / "bench/peers.py"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
 def test_all_jobs(tmp_path):

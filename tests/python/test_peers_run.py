@@ -224,16 +224,16 @@ def test_a_process_that_ends_while_its_child_lives(monkeypatch, tmp_path):
     script = tmp_path / "ends.py"
     script.write_text(
         'import subprocess, sys\nsys.stdin.readline()\nprint(\'{"at": "momoe"}\', flush=True)\n'
-        "subprocess.Popen(['sleep', '20'])\nsys.exit(7)\n"
+        "open(sys.argv[0] + '.child', 'w').write(str(subprocess.Popen(['sleep', '120']).pid))\nsys.exit(7)\n"
     )
     monkeypatch.setattr(processes, "ENTRY", script)
     process = processes.Process(sys.executable, ["smoe", "momoe"], {})
     process.start()
-    begin = time.monotonic()
     with pytest.raises(processes.Died, match="status 7") as died:
         process.ask("prepare")
     process.stop()
-    assert died.value.peer == "momoe" and time.monotonic() - begin < 15
+    assert died.value.peer == "momoe"
+    os.kill(int((tmp_path / "ends.py.child").read_text()), signal.SIGKILL)  # an error if it has ended
 
 
 def test_a_layer_that_smoe_cannot_measure(pretend, monkeypatch, capsys):
@@ -442,14 +442,13 @@ def test_an_interrupted_run_keeps_its_records(tmp_path):
     tiny = "--device cpu --dtype f32 --peers loop --settle 0 --timed 0 --shape-seconds".split()
     line = [sys.executable, str(ROOT / "bench/peers.py"), "--records", str(path), *tiny]
     with open(log, "w") as errors:
-        running = subprocess.Popen([*line, "1"], stderr=errors, stdout=errors, start_new_session=True)
-        until = time.monotonic() + 120
-        while len(records.read(path)) < 2 and time.monotonic() < until:
+        running = subprocess.Popen([*line, "10"], stderr=errors, stdout=errors, start_new_session=True)
+        while "peers: tiny-b" not in log.read_text() and running.poll() is None:
             time.sleep(0.05)
         os.killpg(running.pid, signal.SIGINT)
-        assert running.wait(60) == 130
+        assert running.wait(600) == 130
     said = log.read_text()
     assert "interrupted; the same command goes on" in said and "Traceback" not in said, said
     assert [record["shape"] for record in records.read(path)] == ["tiny-a"] * 2
-    assert subprocess.run([*line, "0"], capture_output=True, timeout=120).returncode == 0
+    assert subprocess.run([*line, "0"], capture_output=True, timeout=600).returncode == 0
     assert [record["shape"] for record in records.read(path)] == ["tiny-a"] * 2 + ["tiny-b"] * 2

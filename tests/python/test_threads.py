@@ -62,7 +62,7 @@ def test_forked_workers():
     """DataLoader workers that are forked after the parent has used OpenMP threads."""
     data = _Data()
     wanted = torch.stack([data[index] for index in range(len(data))])
-    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=60)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=600)
     assert torch.equal(torch.cat(list(loader)), wanted)
 
 

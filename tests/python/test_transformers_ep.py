@@ -103,5 +103,5 @@ def test_equal_to_eager(ranks, tmp_path):
 
 def test_older_transformers():
     code = "import transformers; transformers.__version__ = '5.22.1'; import smoe.transformers; smoe.transformers.SmoeEP"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert "expert parallelism needs transformers 5.23 or later, this is 5.22.1" in done.stderr, done.stderr
