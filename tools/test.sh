@@ -22,7 +22,7 @@ count_step() { # description, exit status
 }
 
 run_tests() { # build directory, log
-    ctest --test-dir "$1" -j"$jobs" --output-on-failure --timeout 900 2>&1 | tee "$2"
+    ctest --test-dir "$1" -j"$jobs" --output-on-failure --timeout 1800 2>&1 | tee "$2"
 }
 
 # Configures, builds and runs ctest; adds ctest's numbers of passed, failed and skipped tests.

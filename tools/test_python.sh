@@ -72,7 +72,7 @@ count() { # log, word
 run_pytest() { # environment, log, arguments of python
     environment=$1 log=$2
     shift 2
-    timeout 2400 "$environment/bin/python" "$@" 2>&1 | tee "$log"
+    timeout 5000 "$environment/bin/python" "$@" 2>&1 | tee "$log"
     good=$(count "$log" passed) bad=$(count "$log" failed) left=$(count "$log" skipped) broken=$(count "$log" error)
     good=${good:-0} bad=$((${bad:-0} + ${broken:-0})) left=${left:-0}
     [ $((good + bad + left)) -gt 0 ] || bad=1 # it ran nothing, or never came to its last line

@@ -139,7 +139,8 @@ const char *ncclGetErrorString(int)
 int ncclGetUniqueId(id *made)
 {
     snprintf(made->name, ID, "/emulated-nccl-%ld", (long)getpid());
-    const int file = shm_open(made->name, O_RDWR | O_CREAT, 0600);
+    shm_unlink(made->name); // of a process that was killed and had the same number
+    const int file = shm_open(made->name, O_RDWR | O_CREAT | O_EXCL, 0600);
     if (file < 0 || ftruncate(file, sizeof(head) + 64 * (off_t)SLOT)) return INVALID;
     close(file);
     return OK;
