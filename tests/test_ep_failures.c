@@ -237,6 +237,26 @@ static void a_late_rank_ends_every_wait(void **state)
     ep_free(c);
 }
 
+/* Rank 0 has computed the gradients of its weights when it gives up. */
+static void sums_that_do_not_come_leave_no_gradient(void **state)
+{
+    (void)state;
+    const smoe_layer layer = ep_describe(2, 8, 2, SMOE_TYPE_F32);
+    ep_case *c = make(&layer, 100);
+    for (int r = 0; r < 2; r++) ep_join(c, r, 1);
+    ep_forward_lockstep(c, NULL, 1);
+    const smoe_layer layers[2] = {ep_layer(c, 0), ep_layer(c, 1)};
+    const smoe_backward_args b[2] = {ep_backward_args(c, 0), ep_backward_args(c, 1)};
+    assert_int_equal(smoe_ep_dispatch_backward(c->contexts[1], &layers[1], &b[1], NULL), SMOE_OK);
+    assert_int_equal(smoe_layer_backward(c->contexts[0], &layers[0], &b[0], NULL), SMOE_ERROR_PEER);
+    assert_says(c, 0, "call 2: rank 0 waited 100 ms for the sums of rank 1");
+    assert_nan(c, 0, EP_DX, tokens[0]);
+    assert_nan(c, 0, EP_DS, tokens[0]);
+    assert_nan(c, 0, EP_DW1, 4);
+    assert_nan(c, 0, EP_DW2, 4);
+    ep_free(c);
+}
+
 static void a_rank_without_a_group_is_named(void **state)
 {
     (void)state;
@@ -388,6 +408,7 @@ int main(void)
         cmocka_unit_test(every_difference_is_named_with_both_values),
         cmocka_unit_test(another_call_on_another_rank_is_named),
         cmocka_unit_test(a_late_rank_ends_every_wait),
+        cmocka_unit_test(sums_that_do_not_come_leave_no_gradient),
         cmocka_unit_test(a_rank_without_a_group_is_named),
         cmocka_unit_test(an_abort_ends_the_wait_and_tells_the_others),
         cmocka_unit_test(wrong_arguments_are_named),

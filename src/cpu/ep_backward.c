@@ -71,9 +71,9 @@ static void compute_again(const moe_cpu_pass *pass, const smoe_backward_args *ar
     moe_cpu_up(pass, &forward, first);
 }
 
-/* Returns 0 when the group has failed. */
-static int run_experts(smoe_ep *ep, const moe_call *call, const smoe_backward_args *args,
-                       const moe_ep_problem *received, int wants_ds, int wanted)
+/* Until it is done, or the group has failed. */
+static void run_experts(smoe_ep *ep, const moe_call *call, const smoe_backward_args *args,
+                        const moe_ep_problem *received, int wants_ds, int wanted)
 {
     const moe_problem *problem = &call->problem;
     const moe_ep_arrays arrays = moe_ep_arrays_at(received, problem, args->saved);
@@ -83,11 +83,11 @@ static int run_experts(smoe_ep *ep, const moe_call *call, const smoe_backward_ar
     local.x = moe_cpu_ep_row(ep, problem, ep->rank, ep->window.x, 0, 0);
     local.dout = moe_cpu_ep_row(ep, problem, ep->rank, ep->window.dout, 0, 0);
     int64_t tokens[MOE_EP_MAX_RANKS];
-    if (!moe_cpu_ep_take_headers(ep, problem, 1, wanted, tokens)) return 0;
-    if (wanted && !moe_cpu_ep_wait_parts(ep, MOE_EP_INPUT, received->parts)) return 0;
+    if (!moe_cpu_ep_take_headers(ep, problem, 1, wanted, tokens)) return;
+    if (wanted && !moe_cpu_ep_wait_parts(ep, MOE_EP_INPUT, received->parts)) return;
     const int64_t kept = received->received.kept_rows;
     const int past = moe_ep_sends_x(received, wanted) && MOE_BLOCK_ROWS * moe_block_count(&pass) > kept;
-    if (past && !moe_cpu_ep_wait_parts(ep, MOE_EP_AGAIN, 1)) return 0;
+    if (past && !moe_cpu_ep_wait_parts(ep, MOE_EP_AGAIN, 1)) return;
     moe_blas_enter();
     if (past) compute_again(&pass, &local, arrays.b1, kept);
     run_returned(ep, &pass, &local, &arrays, received->parts, wants_ds);
@@ -96,7 +96,6 @@ static int run_experts(smoe_ep *ep, const moe_call *call, const smoe_backward_ar
     if (again && moe_wants_dw1(args)) moe_cpu_dw1(&pass, &local);
     moe_blas_leave();
     if (again) moe_cpu_ep_signal_all(ep, MOE_EP_FREE, moe_ep_mark(ep->call, 0));
-    return again;
 }
 
 static void set_nan(void *to, int64_t elements, smoe_type type)
@@ -180,10 +179,9 @@ smoe_status moe_cpu_ep_backward(smoe_context *context, const moe_call *call, con
     moe_ep_problem received;
     moe_ep_problem_init(&received, layer);
     if (stages & MOE_DISPATCH) dispatch(ep, call, args, &received, wanted);
-    if (stages & MOE_EXPERTS &&
-        (ep->fault.reason || !run_experts(ep, call, args, &received, wants_ds, wanted)))
-        set_weights_nan(&call->problem, args);
+    if (stages & MOE_EXPERTS && !ep->fault.reason) run_experts(ep, call, args, &received, wants_ds, wanted);
     if (stages & MOE_COLLECT) collect(ep, call, args, with_router, wants_ds, received.parts);
+    if (stages & MOE_EXPERTS && ep->fault.reason) set_weights_nan(&call->problem, args);
     return moe_ep_outcome(context, ep);
 }
 

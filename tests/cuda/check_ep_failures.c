@@ -98,6 +98,30 @@ static void a_rank_that_stops_is_named(void **state)
     ep_free(c);
 }
 
+/* Rank 0 has computed the gradients of its weights when it gives up. */
+static void sums_that_do_not_come_leave_no_gradient(void **state)
+{
+    (void)state;
+    const smoe_layer layer = ep_describe(2, 8, 2, SMOE_TYPE_BF16);
+    ep_case *c = make_failing(&layer, 60);
+    for (int r = 0; r < 2; r++) ep_join(c, r, 1);
+    ep_forward_lockstep(c, NULL, 1);
+    ep_settle();
+    zero(c);
+    const smoe_layer layers[2] = {ep_layer(c, 0), ep_layer(c, 1)};
+    const smoe_backward_args b[2] = {ep_backward_args(c, 0), ep_backward_args(c, 1)};
+    assert_int_equal(smoe_ep_dispatch_backward(c->contexts[1], &layers[1], &b[1], NULL), SMOE_OK);
+    smoe_layer_backward(c->contexts[0], &layers[0], &b[0], NULL);
+    ep_settle();
+    assert_int_equal(smoe_ep_status(c->ep[0]), SMOE_ERROR_PEER);
+    if (!strstr(smoe_last_error(c->contexts[0]), "call 2: rank 0 waited 60 ms for the sums of rank 1"))
+        fail_msg("%s", smoe_last_error(c->contexts[0]));
+    assert_nan(c, 0, EP_DX, c->tokens[0]);
+    assert_nan(c, 0, EP_DS, c->tokens[0]);
+    for (int id = EP_DW1; id <= EP_DB2; id++) assert_nan(c, 0, (ep_tensor_id)id, 4);
+    ep_free(c);
+}
+
 static void an_abort_ends_the_wait(void **state)
 {
     (void)state;
@@ -217,6 +241,46 @@ static void rows_of_another_size_wait_for_all_readers(void **state)
     }
 }
 
+#ifdef TEST_ON_EMULATOR
+#include "host/ep_launch.h"
+
+extern void (*emulator_after_cta)(void);
+static uint32_t *failed_word; /* of rank 0 */
+
+static void fail_rank_0(void)
+{
+    *failed_word = 1;
+}
+
+/* For few tokens every CTA of collect waits itself. A later one gives up when the first is already done. */
+static void no_row_is_a_number_if_a_later_cta_gives_up(void **state)
+{
+    (void)state;
+    static const int64_t full[] = {64, 64};
+    smoe_layer layer = ep_describe(2, 8, 2, SMOE_TYPE_BF16);
+    layer.max_tokens = 64;
+    ep_case *c = ep_make(&layer, full, 0);
+    ep_copy_inputs(c);
+    ep_run_lockstep(c, 1);
+    zero(c);
+    moe_ep_window window;
+    moe_ep_window_init(&window, &layer);
+    failed_word = &((moe_ep_state *)(void *)(c->windows[0] + window.state))->failed;
+    ep_forward_call *const calls[] = {smoe_plan, smoe_ep_dispatch, smoe_experts_forward, smoe_ep_collect};
+    for (int i = 0; i < 4; i++)
+        for (int r = 0; r < 2; r++) {
+            const smoe_layer mine = ep_layer(c, r);
+            const smoe_forward_args f = ep_forward_args(c, r);
+            emulator_after_cta = i == 3 && r == 0 ? fail_rank_0 : NULL;
+            assert_int_equal(calls[i](c->contexts[r], &mine, &f, NULL), SMOE_OK);
+        }
+    emulator_after_cta = NULL;
+    assert_nan(c, 0, EP_OUT, 64);
+    assert_false(isnan(ep_value(ep_w_row(c, EP_OUT, c->first[1]), SMOE_TYPE_BF16, 0)));
+    ep_free(c);
+}
+#endif
+
 int main(int argc, char **argv)
 {
     /* Kernels that wait and those that they wait for are in different queues, and are all loaded before. */
@@ -228,9 +292,13 @@ int main(int argc, char **argv)
         cmocka_unit_test(rows_of_another_size_wait_for_all_readers),
         cmocka_unit_test(a_rank_that_never_comes_is_named),
         cmocka_unit_test(a_rank_that_stops_is_named),
+        cmocka_unit_test(sums_that_do_not_come_leave_no_gradient),
         cmocka_unit_test(an_abort_ends_the_wait),
         cmocka_unit_test(differences_are_named_with_both_values),
         cmocka_unit_test(groups_of_other_sizes_are_named),
+#ifdef TEST_ON_EMULATOR
+        cmocka_unit_test(no_row_is_a_number_if_a_later_cta_gives_up),
+#endif
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -218,6 +218,7 @@ MOE_DEVICE void spoil_row(const moe_ep_collect &p, int64_t t)
     for (int i = threadIdx.x & 31; i < p.hidden / 8; i += 32) out[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
 }
 
+// CTAs that wait themselves may find different ends: one has seen the last flag when another gives up.
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 1) collect(const __grid_constant__ moe_ep_collect p)
 {
@@ -231,6 +232,8 @@ __global__ void __launch_bounds__(THREADS, 1) collect(const __grid_constant__ mo
             spoil_row(p, t);
         else
             collect_token<T>(p, rows, t);
+    if (p.waits && gridDim.x > 1 && comes_last(p.view, MOE_EP_FAULT) && has_failed(p.view))
+        for (int64_t t = 0; t < p.tokens; t++) spoil_row(p, t);
 }
 
 // ---- spoil

@@ -190,26 +190,32 @@ MOE_DEVICE void wait_for_headers(const moe_ep_begin_call &c, int64_t *tokens)
         tokens[r] = well ? *values_at(c.view, c.view.rank, c.view.header, r) : 0;
 }
 
-// ---- Whole grids: called by all threads of a CTA, after its last store to a window. The last CTA sets the
-// flag, so that no other launch is needed for it.
+// ---- Whole grids: called by all threads of a CTA, after its last store
 
-MOE_DEVICE void signal_when_done(const moe_ep_view &v, int flag, uint64_t mark)
+// True in the first warp of the CTA that comes last, which then sees what all others have stored.
+MOE_DEVICE bool comes_last(const moe_ep_view &v, int counter)
 {
     __syncthreads();
-    if (threadIdx.x >= 32) return;
-    uint32_t *arrived = &state_of(v)->arrived[flag];
+    if (threadIdx.x >= 32) return false;
+    uint32_t *arrived = &state_of(v)->arrived[counter];
     uint32_t before = 0;
     if (threadIdx.x == 0) {
         fence_system();
         before = atomicAdd(arrived, 1u);
     }
-    if (__shfl_sync(~0u, before, 0) != gridDim.x - 1) return;
+    if (__shfl_sync(~0u, before, 0) != gridDim.x - 1) return false;
     if (threadIdx.x == 0) {
         *arrived = 0;
         fence_system(); // this thread has seen that the other CTAs are done
     }
     __syncwarp();
-    signal_all(v, flag, mark);
+    return true;
+}
+
+// The last CTA sets the flag, so that no other launch is needed for it.
+MOE_DEVICE void signal_when_done(const moe_ep_view &v, int flag, uint64_t mark)
+{
+    if (comes_last(v, flag)) signal_all(v, flag, mark);
 }
 
 // ---- Which ranks have an expert of a token

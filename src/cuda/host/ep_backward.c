@@ -262,7 +262,7 @@ static cudaError_t experts(ep_call *c, const smoe_backward_args *args, int wants
     if (status == cudaSuccess) status = moe_cuda_ep_follow(c, c->main.stream, c->comm.stream);
     c->main.refused_call = rows.on.refused_call;
     c->main.refusal = rows.on.refusal;
-    return status == cudaSuccess ? spoil_weights(c, args) : status;
+    return status;
 }
 
 /* ---- collect ---- */
@@ -365,6 +365,7 @@ smoe_status moe_cuda_ep_backward(smoe_context *context, const moe_call *call, co
     if (stages & MOE_DISPATCH) status = dispatch(&c, args, wanted);
     if (status == cudaSuccess && stages & MOE_EXPERTS) status = experts(&c, args, wants_ds, wanted);
     if (status == cudaSuccess && stages & MOE_COLLECT) status = collect(&c, args, with_router, wants_ds);
+    if (status == cudaSuccess && stages & MOE_EXPERTS) status = spoil_weights(&c, args);
     leave_device(c.state, before);
     const smoe_status result = launch_result(context, &c.main, status);
     return result == SMOE_OK ? moe_ep_outcome(context, args->ep) : result;

@@ -19,8 +19,8 @@ typedef struct moe_ep_state {
     int64_t row_bytes; /* of that call, if it was a forward; else 0 */
     uint32_t met;      /* the groups of all ranks have been compared */
     uint32_t failed;   /* the group has failed on this rank */
-    uint32_t
-        arrived[MOE_EP_FLAGS]; /* CTAs that are done, of the grid that will set the flag; 0 between grids */
+    uint32_t arrived[MOE_EP_FLAGS]; /* CTAs that are done, of the grid that will set the flag, or with
+                                       MOE_EP_FAULT of collect; 0 between grids */
 } moe_ep_state;
 
 /* In pinned host memory. */

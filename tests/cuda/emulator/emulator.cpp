@@ -8,6 +8,11 @@
 #include <memory>
 #include <ucontext.h>
 
+// A test's function, called after every CTA: what happens while the other CTAs of the kernel still run.
+extern "C" {
+void (*emulator_after_cta)(void);
+}
+
 namespace emulator
 {
 
@@ -185,6 +190,7 @@ void run_grid(dim3 grid, dim3 cta, const std::function<void()> &kernel)
             for (unsigned x = 0; x < grid.x; x++) {
                 cta_index = {x, y, z};
                 run_cta();
+                if (emulator_after_cta) emulator_after_cta();
             }
 }
 
