@@ -1,4 +1,4 @@
-/* Layers with ranks: ep.c (groups, the forward) and ep_backward.c. */
+/* Layers with ranks: ep_call.c, ep.c (groups, the forward) and ep_backward.c. */
 #ifndef MOE_CUDA_EP_H
 #define MOE_CUDA_EP_H
 
