@@ -4,6 +4,7 @@
 #include "src/activations.h"
 #include "src/cpu/ep_cpu.h"
 #include "tests/ep_capacity.h"
+#include "tests/ep_pair.h"
 
 #include <time.h>
 
@@ -276,51 +277,21 @@ static void *run_two_layers(void *user)
     return NULL;
 }
 
-/* The second layer needs less room than the first, which makes the group. */
-static ep_case *make_second(const ep_case *first)
-{
-    smoe_layer layer = first->layer;
-    layer.hidden = 64;
-    layer.topk = 1;
-    layer.waves = 1;
-    ep_case *c = ep_make(&layer, first->tokens, 1);
-    ep_fill(&c->g.at[EP_X], 1.0f, 77);
-    ep_fill(&c->g.at[EP_DOUT], 1.0f, 78);
-    return c;
-}
-
 static void check_two_layers(int slow)
 {
-    smoe_layer layer = ep_describe(4, 8, 3, SMOE_TYPE_F32);
-    layer.waves = 4;
-    layer.row_capacity = 64; /* H is computed again, from X that must have come again */
-    ep_case *first = ep_make(&layer, uneven, 1), *second = make_second(first);
+    const ep_pair p = ep_make_pair(SMOE_TYPE_F32, uneven);
     pthread_t threads[EP_MOST];
     two_layers users[EP_MOST];
-    ep_copy_inputs(first);
-    ep_copy_inputs(second);
-    ep_run_g(first);
-    ep_run_g(second);
-    for (int r = 0; r < 4; r++) {
-        ep_join(first, r, 1);
-        second->ep[r] = first->ep[r];
-        second->contexts[r] = first->contexts[r];
-    }
     atomic_store(&slow_ranks, slow);
     for (int r = 0; r < 4; r++) {
-        users[r] = (two_layers){first, second, r};
+        users[r] = (two_layers){p.first, p.second, r};
         assert_int_equal(pthread_create(&threads[r], NULL, run_two_layers, &users[r]), 0);
     }
     for (int r = 0; r < 4; r++) pthread_join(threads[r], NULL);
     atomic_store(&slow_ranks, 0);
-    for (int r = 0; r < 4; r++) {
-        if (first->status[r] != SMOE_OK) fail_msg("rank %d: %s", r, smoe_last_error(first->contexts[r]));
-        second->ep[r] = NULL;
-    }
-    ep_assert_same(first);
-    ep_assert_same(second);
-    ep_free(second);
-    ep_free(first);
+    for (int r = 0; r < 4; r++)
+        if (p.first->status[r] != SMOE_OK) fail_msg("rank %d: %s", r, smoe_last_error(p.first->contexts[r]));
+    ep_compare_pair(p);
 }
 
 static void two_layers_use_one_group(void **state)
