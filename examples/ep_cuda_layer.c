@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 enum { W = 4, T = 256, D = 256, N = 128, E = 16, K = 4, OWN = E / W };
+enum { BLOCK = 2 << 20 }; /* CUDA IPC shares whole blocks; a smaller window may be in one with other memory */
 
 /* Shared by all threads or processes. */
 typedef struct meeting {
@@ -192,7 +193,7 @@ static void *run_rank(void *number)
     const smoe_layer layer = describe(W, tokens), whole = describe(0, tokens);
     smoe_sizes sizes = SMOE_SIZES_INIT;
     check(context, smoe_query_sizes(context, &layer, &sizes));
-    void *windows[W], *own = memory(sizes.window_bytes);
+    void *windows[W], *own = memory((sizes.window_bytes + BLOCK - 1) / BLOCK * BLOCK);
     share_windows(own, rank, device, devices, windows);
     smoe_ep *ep;
     smoe_ep_options group = SMOE_EP_OPTIONS_INIT;

@@ -133,13 +133,14 @@ class _Handle(ctypes.Structure):
 
 
 class CudaIpc(_OnDevice):
-    """Memory of cudaMalloc, because torch's allocator may have memory that IPC cannot share."""
+    """Memory of cudaMalloc, because torch's allocator may have memory that IPC cannot share. cudaMalloc takes small
+    allocations from a common block, which IPC would share as a whole, so NVIDIA recommends multiples of 2 MiB."""
 
-    name = "CUDA IPC"
+    name, block = "CUDA IPC", 2 << 20
 
     def make(self) -> None:
         self.own, self.others = ctypes.c_void_p(), []
-        self.cuda("cudaMalloc", ctypes.byref(self.own), ctypes.c_size_t(self.size))
+        self.cuda("cudaMalloc", ctypes.byref(self.own), ctypes.c_size_t(-(-self.size // self.block) * self.block))
         self.cuda("cudaMemset", self.own, 0, ctypes.c_size_t(self.size))
         handle = _Handle()
         self.cuda("cudaIpcGetMemHandle", ctypes.byref(handle), self.own)

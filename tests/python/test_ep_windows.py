@@ -141,13 +141,14 @@ def test_shared_memory(folder):
 class Runtime:
     """Some functions of the CUDA runtime. `refuses` has the names of those that fail."""
 
-    memory, log, refuses = {}, [], set()
+    memory, log, refuses, sizes = {}, [], set(), []
 
     def __call__(self, function, *arguments):
         self.log.append(function)
         if function in self.refuses:
             raise RuntimeError(f"{function}: peer access is not supported")
         if function == "cudaMalloc":
+            self.sizes.append(arguments[1].value)
             made = ctypes.create_string_buffer(b"\xff" * SIZE, SIZE)
             arguments[0]._obj.value = ctypes.addressof(made)
             self.memory[ctypes.addressof(made)] = made
@@ -166,7 +167,7 @@ def cuda(monkeypatch):
     """A host whose symmetric memory works, until a test says otherwise."""
     monkeypatch.setattr(windows, "_Runtime", Runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    for name, empty in (("memory", {}), ("log", []), ("refuses", set())):
+    for name, empty in (("memory", {}), ("log", []), ("refuses", set()), ("sizes", [])):
         monkeypatch.setattr(Runtime, name, empty)
     buffers = {}
 
@@ -190,7 +191,8 @@ def test_symmetric_memory(cuda):
 
 
 def test_cuda_ipc(cuda):
-    """Where torch has no symmetric memory. No window is freed before all ranks have closed all."""
+    """Where torch has no symmetric memory. No window is freed before all ranks have closed all, and none shares a block with other
+    allocations."""
 
     def refuse(size, dtype, device):
         raise RuntimeError("CUDASymmetricMemory: not supported")
@@ -204,6 +206,7 @@ def test_cuda_ipc(cuda):
     assert same(together("cuda", use)) == "CUDA IPC"
     calls = [name for name in Runtime.log if name in ("cudaIpcCloseMemHandle", "cudaFree")]
     assert calls == ["cudaIpcCloseMemHandle"] * RANKS * (RANKS - 1) + ["cudaFree"] * RANKS
+    assert Runtime.sizes == [2 << 20] * RANKS
 
 
 def test_no_way_between_gpus(cuda):
