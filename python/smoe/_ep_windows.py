@@ -117,7 +117,7 @@ class SymmetricMemory(_OnDevice):
 
         if self.handle is None:
             self.handle = symmetric.rendezvous(self.buffer, self.process_group)
-        return self.handle.buffer_ptrs[rank]
+        return self.handle.buffer_ptrs[rank] + getattr(self.handle, "offset", 0)  # in an old torch it is 0
 
     def close(self) -> None:
         self.handle = None
@@ -168,6 +168,7 @@ class CudaIpc(_OnDevice):
 
 WAYS = {"cpu": (SharedFile,), "cuda": (SymmetricMemory, CudaIpc)}
 _MARK = 0x536D6F65
+_abandoned: list[_OnDevice] = []  # windows to which other ranks may still write, kept until the process ends
 
 
 class Windows:
@@ -218,13 +219,15 @@ class Windows:
         self.own.write(place, 0)
 
     def close(self, all_are_here: bool = True) -> None:
-        """Without the other ranks this rank's window stays until the process ends, because they may write to it."""
+        """Without the other ranks this rank's window stays, because they may write to it."""
         if self.own:
             self.own.close()
         if self.way.frees and all_are_here:
             self.gather(None)
             if self.own:
                 self.own.free()
+        elif self.way.frees and self.own:
+            _abandoned.append(self.own)
 
 
 def connect(size: int, rank: int, ranks: int, device: torch.device, process_group, gather: Callable[[Any], list]) -> Windows:

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 
 import pytest
 import torch
@@ -172,8 +173,10 @@ def cuda(monkeypatch):
     buffers = {}
 
     class Handle:
+        offset = 64  # of a tensor in its buffer
+
         def __init__(self):
-            self.buffer_ptrs = [buffers[rank].data_ptr() for rank in range(RANKS)]
+            self.buffer_ptrs = [buffers[rank].data_ptr() - self.offset for rank in range(RANKS)]
 
     def rendezvous(buffer, group):
         buffers[group] = buffer
@@ -181,18 +184,27 @@ def cuda(monkeypatch):
         return Handle()
 
     met = threading.Barrier(RANKS, timeout=600)
-    monkeypatch.setattr(symmetric, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
+    monkeypatch.setattr(symmetric, "empty", lambda size, dtype, device: torch.empty(size + Handle.offset, dtype=dtype)[Handle.offset :])
     monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
     return monkeypatch
 
 
 def test_symmetric_memory(cuda):
-    assert same(together("cuda")) == "torch's symmetric memory" and "cudaMalloc" not in Runtime.log
+    """A window begins where its tensor does. Torch takes it back only if no rank can write to it any more."""
+
+    def use(made):
+        begins = made.addresses[made.rank] == made.own.buffer.data_ptr()
+        made.close(all_are_here=False)
+        return made.way.name, begins, weakref.ref(made.own)
+
+    found = together("cuda", use)
+    assert same([kept[:2] for kept in found]) == ("torch's symmetric memory", True) and "cudaMalloc" not in Runtime.log
+    assert all(window() for *_, window in found)
 
 
 def test_cuda_ipc(cuda):
-    """Where torch has no symmetric memory. No window is freed before all ranks have closed all, and none shares a block with other
-    allocations."""
+    """Where torch has no symmetric memory. No window is freed before all ranks have closed all, and none shares a block with
+    other allocations."""
 
     def refuse(size, dtype, device):
         raise RuntimeError("CUDASymmetricMemory: not supported")
