@@ -317,6 +317,7 @@ static void join(rank *me, job *j)
     options.rank = me->number, options.timeout_ms = 10000, options.windows = all->windows;
     must(j, smoe_ep_create(&ep, j->context, &j->layer, &options));
     j->forward.ep = j->backward.ep = ep;
+    pthread_barrier_wait(&all->barrier); /* allocations may wait for kernels, and these for this rank */
 }
 
 static void note_stage(void *user, smoe_stage stage, int end, void *stream)
@@ -395,7 +396,9 @@ static void *run_rank(void *user)
         for (int pass = 0; pass < 2; pass++) {
             launch(&jobs[i], pass, stream);
             cuda(cudaStreamSynchronize(stream), "the first pass");
+            pthread_barrier_wait(&all->barrier);
             if (s->tokens <= GRAPH_TOKENS) capture(&jobs[i], pass, stream);
+            pthread_barrier_wait(&all->barrier);
         }
     const size_t ds_bytes = (size_t)(s->tokens * s->topk) * 4;
     cuda(cudaMemcpy(all->ds[me->number], jobs[0].backward.dtopk_weights, ds_bytes, cudaMemcpyDeviceToHost),

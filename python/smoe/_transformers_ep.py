@@ -39,7 +39,7 @@ class _Agreed(Shared):
 
     @torch.compiler.disable
     def ask(self, tokens: int) -> None:
-        most = torch.tensor([tokens])
+        most = torch.tensor([tokens], device="cpu")
         dist.all_reduce(most, dist.ReduceOp.MAX, self.hosts)
         self.fit(most.item())
 
