@@ -47,13 +47,13 @@ static void the_average_is_of_the_last_steps(void **state)
 }
 
 /* The loss falls fast at first: 8, then 4. The first line of the log is their mean. */
-static void the_shown_loss_is_that_of_the_log(void **state)
+static void the_shown_loss_and_rate_are_those_of_the_log(void **state)
 {
     char text[4096];
-    const log_line line = {.loss = 4.4};
+    const log_line line = {.loss = 4.4, .tokens_per_s = 80};
     train_report r = {
         .progress = 0.5, .tokens_per_s = 100, .val_loss = NAN, .validated = NAN, .remaining = 70};
-    progress p = progress_start(false);
+    progress p = progress_start();
     p.terminal = true;
     for (int i = 0; i < 10; i++) {
         p.shown = i < 9 ? 1e30 : 0; // draws only the last
@@ -73,7 +73,12 @@ static void the_shown_loss_is_that_of_the_log(void **state)
     const int kept = begin_capture(state);
     progress_show(&p, &r);
     end_capture(state, kept, text, sizeof text);
-    assert_string_equal(text, " 50%  step 10  loss 4.400 nats  100 tokens/s  1:10 left\n");
+    assert_string_equal(text, " 50%  step 10  loss 4.400 nats  80 tokens/s  1:10 left\n");
+    r.bytes = true;
+    const int again = begin_capture(state);
+    progress_show(&p, &r);
+    end_capture(state, again, text, sizeof text);
+    assert_string_equal(text, " 50%  step 10  loss 6.348 bits/byte  80 tokens/s  1:10 left\n");
 }
 
 /* A validation at 100 % of the steps shows its own share. */
@@ -82,7 +87,7 @@ static void a_validation_shows_its_own_share(void **state)
     char text[4096];
     train_report r = {
         .step = 9, .progress = 1, .tokens_per_s = 100, .val_loss = 2, .validated = 0.4, .loss = 1};
-    progress p = progress_start(false);
+    progress p = progress_start();
     p.terminal = true;
     p.shown = 0;
     average_add(&p.loss, 1);
@@ -94,7 +99,7 @@ static void a_validation_shows_its_own_share(void **state)
     for (int terminal = 0; terminal < 2; terminal++) {
         const char *begin = terminal ? "\r\033[K[##################......]  75%  " : " 75%  ";
         const double before = clock_seconds();
-        p = progress_start(false);
+        p = progress_start();
         p.terminal = terminal;
         p.started = p.shown = before - 15;
         kept = begin_capture(state);
@@ -166,7 +171,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_average_is_of_the_last_steps),
-        cmocka_unit_test_setup_teardown(the_shown_loss_is_that_of_the_log, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(the_shown_loss_and_rate_are_those_of_the_log, folder_setup,
+                                        folder_teardown),
         cmocka_unit_test_setup_teardown(a_validation_shows_its_own_share, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(lines_replace_the_bar_without_a_terminal, folder_setup,
                                         folder_teardown),

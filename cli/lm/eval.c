@@ -113,7 +113,7 @@ static bool measure(train_device *device, const eval_options *o, const tokens *d
     if (!load_model(&m, o->checkpoint, windows < SEQUENCES ? windows : SEQUENCES, context, MODEL_EVALUATE,
                     device, err))
         return false;
-    progress shown = progress_start(false);
+    progress shown = progress_start();
     const evaluation_watch watch = {.pass = o->quiet ? NULL : progress_show_pass, .user = &shown};
     bool done = evaluate(&result, &m, data, 0, &watch, err);
     progress_end(&shown);

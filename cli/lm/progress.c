@@ -7,13 +7,10 @@
 #include <stdio.h>
 #include <unistd.h>
 
-progress progress_start(bool bits)
+progress progress_start(void)
 {
     const double now = clock_seconds();
-    return (progress){.terminal = isatty(STDERR_FILENO) == 1,
-                      .started = now,
-                      .shown = now,
-                      .unit = bits ? 1.0 / log(2.0) : 1.0};
+    return (progress){.terminal = isatty(STDERR_FILENO) == 1, .started = now, .shown = now};
 }
 
 static void show_left(double seconds)
@@ -22,16 +19,17 @@ static void show_left(double seconds)
     fprintf(stderr, "  %lld:%02lld left", left / 60, left % 60);
 }
 
-static void show_step(const progress *p, const train_report *r, double loss)
+static void show_step(const train_report *r, double loss)
 {
-    fprintf(stderr, "%3.0f%%  step %lld  loss %.3f %s", 100.0 * r->progress, (long long)r->step,
-            loss * p->unit, p->unit > 1.0 ? "bits/byte" : "nats");
-    if (isfinite(r->val_loss)) fprintf(stderr, "  validation %.3f", r->val_loss * p->unit);
+    const double unit = r->bytes ? 1.0 / log(2.0) : 1.0; // from nats
+    fprintf(stderr, "%3.0f%%  step %lld  loss %.3f %s", 100.0 * r->progress, (long long)r->step, loss * unit,
+            r->bytes ? "bits/byte" : "nats");
+    if (isfinite(r->val_loss)) fprintf(stderr, "  validation %.3f", r->val_loss * unit);
 }
 
-static void show_rate(const train_report *r)
+static void show_rate(const train_report *r, double tokens_per_s)
 {
-    if (isfinite(r->tokens_per_s)) fprintf(stderr, "  %.0f tokens/s", r->tokens_per_s);
+    if (isfinite(tokens_per_s)) fprintf(stderr, "  %.0f tokens/s", tokens_per_s);
     show_left(r->remaining);
 }
 
@@ -49,11 +47,11 @@ static void draw_bar(progress *p, double share)
 static void draw(progress *p, const train_report *r)
 {
     draw_bar(p, r->progress);
-    show_step(p, r, average_of(&p->loss));
+    show_step(r, average_of(&p->loss));
     if (isfinite(r->validated))
         fprintf(stderr, "  validating %.0f%%", 100.0 * r->validated);
     else
-        show_rate(r);
+        show_rate(r, r->tokens_per_s);
     fflush(stderr);
 }
 
@@ -65,8 +63,8 @@ void progress_show(void *user, const train_report *report)
     if (p->terminal) {
         if (clock_seconds() - p->shown >= 0.2 || report->line) draw(p, report);
     } else if (report->line) {
-        show_step(p, report, report->line->loss);
-        show_rate(report);
+        show_step(report, report->line->loss);
+        show_rate(report, report->line->tokens_per_s);
         fputc('\n', stderr);
     }
 }

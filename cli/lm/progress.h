@@ -9,11 +9,10 @@ typedef struct progress {
     bool terminal;
     double started, shown; // the clock at the start, and when something was shown last
     bool drawn;            // a line without its end is on the terminal
-    double unit;           // factor from nats to the unit that is shown: 1 / ln 2 for bits per byte
     average loss;
 } progress;
 
-progress progress_start(bool bits);
+progress progress_start(void);
 
 /* A train_observer; user is the progress. Not on a terminal, it writes a line for each line of the log. */
 void progress_show(void *user, const train_report *report);

@@ -261,7 +261,7 @@ static bool train(train_options *options, const char *name, bool *interrupted, e
     s->summary = summary;
     const bool first = !s->group || group_rank(s->group) == 0; // it alone says something
     if (first) show_device(s->device.name);
-    progress shown = progress_start(s->config.vocab == 256);
+    progress shown = progress_start();
     catch_signals();
     s->stop = &stop_asked;
     s->on_start = show_start;

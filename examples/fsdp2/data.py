@@ -10,6 +10,7 @@ validation. This module repeats the code of train/data/tokens.c and base/random.
 
 import gzip
 import os
+import re
 import zlib
 
 import numpy
@@ -22,6 +23,7 @@ MASK = (1 << 64) - 1
 MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4  # of llm.c's token files
 SPLIT = 20  # one token of 20, or one file of 20, is for validation
 LOOKED_AT = 8192  # a file with a zero byte among its first LOOKED_AT bytes is binary
+VALIDATES = re.compile(r"(^|[_.0-9-])(val|valid|validation)($|[_.0-9-])", re.IGNORECASE)  # a word of a name
 
 
 def random_bits(seed: int, index: int) -> int:
@@ -55,7 +57,7 @@ class Source:
     """The tokens of one file: `tokens` (count) uint8 or uint16."""
 
     def __init__(self, path: str, named: bool) -> None:
-        name, self.text, self.binary = path.removesuffix(".gz"), not path.removesuffix(".gz").endswith(".bin"), False
+        self.text, self.binary = not path.removesuffix(".gz").endswith(".bin"), False
         try:
             data = numpy.memmap(path, numpy.uint8, "r") if os.path.getsize(path) else numpy.empty(0, numpy.uint8)
             if path.endswith(".gz"):
@@ -69,8 +71,7 @@ class Source:
             self.binary = bool(problem) and problem.startswith("not a token file")
             if problem and (named or not self.binary):
                 raise RunError(f"{path}: {problem}")
-        base = os.path.basename(name)
-        self.validates = not self.text and base.startswith("val") and base[3:4] in (".", "_", "-")
+        self.validates = not self.text and any(map(VALIDATES.search, path.split("/")[-2:]))  # its name, its folder's
 
     def _read_tokens(self, data: numpy.ndarray) -> str:
         if len(data) < 4 or int(data[:4].view("<i4")[0]) != MAGIC:

@@ -197,6 +197,33 @@ _NAMES = {  # of a block's parameters in a checkpoint of `smoe train`; {} is the
 _TOP = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight", "norm": "model.norm.weight"}
 
 
+_READ = ("rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings")
+_NEUTRAL = dict(rope_type="default", type="default", factor=1, attention_factor=1, partial_rotary_factor=1)
+
+
+def _not_computed(keys: dict) -> str:
+    """The first key of a configuration whose value this model does not compute, or an empty text."""
+    heads = keys.get("num_attention_heads", 1)
+    for key in "shared_expert_intermediate_size first_k_dense_replace clip_qkv attention_bias".split():
+        if keys.get(key):
+            return key
+    wanted = dict(hidden_act="silu", num_key_value_heads=heads, head_dim=keys.get("hidden_size", 0) // heads)
+    for key, value in wanted.items():
+        if keys.get(key) not in (None, value):
+            return key
+    thetas = set()
+    for where in ("", "rope_parameters", "rope_scaling"):
+        rope = (keys.get(where) or {}) if where else {k: v for k, v in keys.items() if "rope" in k or "rotary" in k}
+        if not isinstance(rope, dict):
+            return where
+        for key, value in rope.items():
+            absent = value is None or value is False
+            if not absent and key not in _READ and value != _NEUTRAL.get(key):
+                return f"{where}.{key}".lstrip(".")
+        thetas.add(rope.get("rope_theta"))
+    return "rope_theta" if len(thetas - {None}) > 1 else ""
+
+
 class Checkpoint:
     """A checkpoint of `smoe train`, or any OLMoE in safetensors: its configuration and its weights one by one."""
 
@@ -206,10 +233,10 @@ class Checkpoint:
             self.keys = json.loads((self.folder / "config.json").read_text())
         except (OSError, ValueError) as error:
             raise UsageError(f"--init {folder}: no readable config.json ({error})")
-        beyond = "shared_expert_intermediate_size first_k_dense_replace clip_qkv attention_bias rope_scaling".split()
-        extra = [key for key in beyond if self.keys.get(key)]
-        if self.keys.get("model_type") not in ("olmoe", "smoe") or extra:
-            what = extra[0] if extra else f"model_type {self.keys.get('model_type')}"
+        what = _not_computed(self.keys)
+        if self.keys.get("model_type") not in ("olmoe", "smoe"):
+            what = f"model_type {self.keys.get('model_type')}"
+        if what:
             raise UsageError(f"--init {folder}: {what} is not supported, only OLMoE's decoder")
         self._open()
 
@@ -229,7 +256,7 @@ class Checkpoint:
 
     def config(self, like: Config) -> Config:
         keys = self.keys
-        rope = keys.get("rope_parameters") or {}
+        ropes = (keys, keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {})
         return replace(
             like,
             layers=keys["num_hidden_layers"],
@@ -242,7 +269,7 @@ class Checkpoint:
             context=keys.get("max_position_embeddings", 4096),
             renormalize=bool(keys.get("norm_topk_prob", False)),
             tied=bool(keys.get("tie_word_embeddings", False)),
-            theta=float(rope.get("rope_theta", keys.get("rope_theta", 10000.0))),
+            theta=float(next((rope["rope_theta"] for rope in ropes if rope.get("rope_theta")), 10000.0)),
             epsilon=float(keys.get("rms_norm_eps", 1e-5)),
         )
 

@@ -260,6 +260,34 @@ def test_init_of_another_model(tmp_path):
         train_fsdp2.models.Checkpoint(str(tmp_path))
 
 
+CONFIGS = sorted((ROOT / "tests/fuzz/corpus/config").glob("*.json"))
+BAD = ("bad-rope", "bad-theta-differs", "bad-act", "bad-grouped", "bad-head-dim")
+REFUSED = [path for path in CONFIGS if path.stem.startswith(BAD)]
+GOOD = [path for path in CONFIGS if path.stem.startswith(("good-rope", "good-integer", "good-olmoe"))]
+
+
+@pytest.mark.parametrize("path", REFUSED + GOOD, ids=lambda path: path.stem)
+def test_init_refuses_what_smoe_train_refuses(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_fsdp2.models.Checkpoint, "_open", lambda self: None)  # the weights
+    (tmp_path / "config.json").write_text(path.read_text())
+    if path in GOOD:
+        train_fsdp2.models.Checkpoint(str(tmp_path)).config(train_fsdp2.models.Config(1, 1, 1, 1, 1, 1))
+        return
+    with pytest.raises(train_fsdp2.UsageError, match="is not supported"):
+        train_fsdp2.models.Checkpoint(str(tmp_path))
+
+
+def test_the_files_that_validate_are_those_of_smoe_train(tmp_path):
+    """The names of test_tokens.c."""
+    train = ["fineweb_train_000001.bin", "interval_0.bin", "valuation.bin", "val/x/0.bin", "validated.bin"]
+    validate = ["fineweb_val_000000.bin", "tiny_shakespeare_val.bin", "x-valid.bin", "valid3.bin", "2val.bin"]
+    validate += ["Validation.part.bin", "x.VAL.bin", "valid/00.bin"]
+    for name in train + validate:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(token_file(range(20)))
+        assert train_fsdp2.data.Source(str(tmp_path / name), True).validates == (name in validate), name
+
+
 @shards
 def test_failures(tmp_path):
     run = ["--device", "cpu", "--steps", "2"]

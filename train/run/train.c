@@ -146,6 +146,7 @@ static void report(const train_loop *r, double validated, const log_line *line)
     const train_report told = {.step = r->state.step,
                                .tokens = train_loop_tokens(r, r->state.step),
                                .loss = r->loss,
+                               .bytes = tokens_are_bytes(r->data),
                                .val_loss = r->val_loss,
                                .tokens_per_s = rate,
                                .progress = progress,

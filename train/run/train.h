@@ -85,6 +85,7 @@ double train_default_lr(const model_config *config);
 typedef struct train_report {
     int64_t step, tokens;
     double loss;          // of this step, nats
+    bool bytes;           // a token is a byte of text
     double val_loss;      // newest, NAN before the first
     double tokens_per_s;  // over the last steps
     double progress;      // 0..1
