@@ -32,287 +32,18 @@
 // - 16-bit gradients: TMA would round the sum before the addition. So a store warp copies the old gradient
 //   to the staging buffers while the GEMM runs, and the consumers add it to their accumulators. The template
 //   parameter MERGES stands for this case.
-#include "common/backward_shared.cuh"
+//
+// This file has the consumers; sm90/dw_tiles.cuh has what dw_f8.cu needs too.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
-#include "problem.h"
-#include "schedule/weight_tiles.h"
-#include "sm90/gemm_cooperative.cuh"
-#include "sm90/kernels.h"
-#include "sm90/weight_staging.cuh"
-#include "tma/tensor_map.h"
-#include "tma/tma.cuh"
-#include "tma/weight_feed.cuh"
+#include "sm90/dw_tiles.cuh"
 
 namespace moe
 {
 namespace
 {
 
-using namespace gemm_cooperative;
-using namespace weight_staging;
-
-struct dw_params {
-    CUtensorMap features; // A' or dH, moe_map_subtiles of (halves, rows, intermediate): a buffer's features
-    CUtensorMap gradient; // map_gradient
-    const void *tokens;   // dO or X (T, hidden)
-    // (E, hidden, intermediate), transposed (E, halves * intermediate, hidden) by layout
-    void *weight_gradient;
-    float *parts;             // (parts, weight tiles, MOE_WEIGHT_TILE) tiles of split experts
-    const int32_t *row_token; // NULL: row r is token r, for r < rows
-    moe_cuda_backward_lists lists;
-    // intermediate: features of a half, or of both if they share a stripe; then halves is 1
-    int32_t hidden, intermediate, halves, rows;
-    int32_t half_features; // n of the gradient
-    int32_t subtiles_apart, interleaved, accumulate;
-    moe_weight_grid grid;
-};
-
-enum {
-    LOADERS = 64,
-    ROWS_A_LOADER = STEP / (LOADERS / 8), // eight threads copy a row, 16 bytes each of every subtile
-    BARRIERS = STAGING_END,
-    FEED = (BARRIERS + BARRIER_BYTES + 15) / 16 * 16, // load_shared16 needs multiples of 16
-    SHARED_BYTES = FEED + weight_feed::BYTES,
-    CONSUMER_THREADS = 256,
-    SLICES = MOE_WEIGHT_TILE / (4 * CONSUMER_THREADS) // of a tile: four floats a thread
-};
-static_assert(SHARED_BYTES <= 232448, "shared memory of an SM");
-static_assert((int)TILE_ROWS == (int)MOE_WEIGHT_SHORT && (int)TILE_COLUMNS == (int)MOE_WEIGHT_LONG &&
-                  (int)TALL_ROWS == (int)MOE_WEIGHT_LONG && (int)NARROW_COLUMNS == (int)MOE_WEIGHT_STRIPE,
-              "weight_tiles.h");
-
-static_assert((int)weight_feed::AHEAD + SLOTS + 1 < (int)weight_feed::UNITS, "see weight_claims");
-
-// Where the tiles of an expert's matrix are.
-template <bool TALL> struct weight_matrix {
-    enum {
-        TILE_HIDDEN = TALL ? TALL_ROWS : TILE_ROWS,
-        CONSUMER_HIDDEN = TILE_HIDDEN / 2,
-        STRIPES = TALL ? 1 : 2 // of a tile
-    };
-    moe_weight_grid grid;
-    int tiles, stripes_of_half;
-    MOE_DEVICE explicit weight_matrix(const dw_params &p)
-        : grid({p.grid.hidden_tiles, p.grid.feature_tiles, TALL}), tiles(moe_grid_tiles(grid)),
-          stripes_of_half(moe_stripes_of_half(p.intermediate))
-    {
-    }
-    MOE_DEVICE moe_stripe stripe(moe_place at, int i) const
-    {
-        return moe_stripe_of(at.column_tile * STRIPES + i, stripes_of_half);
-    }
-};
-
-template <bool TALL> MOE_DEVICE weight_queue queue_of(const dw_params &p, const weight_matrix<TALL> &matrix)
-{
-    return {p.lists.pieces, __ldg(p.lists.counts + 1) * matrix.tiles, matrix.grid, p.lists.turn};
-}
-
-// ---- Loads
-
-MOE_DEVICE void load_stripe(const dw_params &p, moe_stripe stripe, int row, uint32_t to, uint32_t full)
-{
-    if (p.subtiles_apart) {
-        load_box(to, &p.features, full, stripe.feature, row, 0, stripe.half);
-        load_box(to + MOE_SUBTILE_BYTES, &p.features, full, stripe.feature + MOE_SUBTILE_COLUMNS, row, 0,
-                 stripe.half);
-    } else
-        load_box(to, &p.features, full, 0, row, stripe.feature / MOE_SUBTILE_COLUMNS, stripe.half);
-}
-
-// Without row_token rows are tokens.
-MOE_DEVICE int token_of(const dw_params &p, int row)
-{
-    return p.row_token ? __ldg(p.row_token + row) : row < p.rows ? row : -1;
-}
-
-MOE_DEVICE int first_token(const dw_params &p, const moe_piece &piece, int row)
-{
-    return piece.blocks ? token_of(p, piece.row + row) : -1;
-}
-
-template <bool TALL>
-MOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matrix, const shared_layout &shared,
-                           weight_feed units)
-{
-    constexpr int LEFT_BYTES = TALL ? 2 * A_BYTES : A_BYTES, RIGHT_BYTES = SLOT_BYTES - LEFT_BYTES;
-    constexpr int SUBTILES = LEFT_BYTES / MOE_SUBTILE_BYTES;
-    static_assert(RIGHT_BYTES == weight_matrix<TALL>::STRIPES * BUFFER_BYTES, "a stripe has two subtiles");
-    const int thread = threadIdx.x - 256, vector = thread & 7, row0 = thread >> 3; // rows row0 + 8 i
-    const uint32_t to = moe_subtile_offset(row0, vector), row_bytes = (uint32_t)p.hidden * 2;
-    const int row = row0 + 8 * vector; // the row of a step whose token this lane reads
-    ring_position<SLOTS> ring(1);
-    weight_unit unit = units.read(0);
-    int next = first_token(p, unit.piece, row);
-    for (int t = 0; unit.exists(); t++) {
-        const moe_piece piece = unit.piece;
-        const int hidden = unit.at.row_tile * matrix.TILE_HIDDEN + vector * 8;
-        bool inside[SUBTILES];
-#pragma unroll
-        for (int j = 0; j < SUBTILES; j++) inside[j] = hidden + j * MOE_SUBTILE_COLUMNS < p.hidden;
-        const char *from = (const char *)p.tokens + unit.at.row_tile * matrix.TILE_HIDDEN * 2;
-        const int steps = unit.steps(), ask_at = weight_feed::asks_at(steps);
-        const moe_stripe left = matrix.stripe(unit.at, 0), right = matrix.stripe(unit.at, 1);
-        for (int k = 0; k < steps; k++) {
-            // The lane that has a row's token computes its address for all lanes. All shuffles are before the
-            // wait, because after it the compiler does not know that the warp has converged.
-            const char *mine = from + (uint64_t)(uint32_t)max(next, 0) * row_bytes, *rows[ROWS_A_LOADER];
-            const uint32_t some = __ballot_sync(~0u, next >= 0) >> (thread & 24);
-#pragma unroll
-            for (int i = 0; i < ROWS_A_LOADER; i++)
-                rows[i] = advance_by_adds(lane_address(mine, (thread & 24) | i), vector * 16);
-            if (thread == 0 && k == ask_at) barrier_arrive(units.asked(t));
-            if (k + 1 < steps)
-                next = token_of(p, piece.row + row + (k + 1) * STEP);
-            else {
-                unit = units.read(t + 1);
-                next = first_token(p, unit.piece, row);
-            }
-            barrier_wait(shared.empty(ring.slot), ring.phase);
-            const uint32_t slot = shared.slot(ring.slot), full = shared.full(ring.slot);
-            if (thread == 0) {
-                const int first = piece.row + k * STEP;
-                barrier_expect(full, RIGHT_BYTES);
-                load_stripe(p, left, first, slot + LEFT_BYTES, full);
-                if (!TALL) load_stripe(p, right, first, slot + LEFT_BYTES + BUFFER_BYTES, full);
-            }
-#pragma unroll
-            for (int i = 0; i < ROWS_A_LOADER; i++)
-#pragma unroll
-                for (int j = 0; j < SUBTILES; j++)
-                    copy16_async_if_unhinted(inside[j] ? some & 1u << i : 0,
-                                             slot + to + i * 8 * MOE_SUBTILE_ROW_BYTES +
-                                                 j * MOE_SUBTILE_BYTES,
-                                             rows[i] + j * MOE_SUBTILE_ROW_BYTES);
-            barrier_arrive_after_copies(full);
-            ring.advance();
-        }
-    }
-    for (int i = 0; i < SLOTS; i++) { // the last copies have arrived and have been read
-        barrier_wait(shared.empty(ring.slot), ring.phase);
-        ring.advance();
-    }
-}
-
-// ---- From staging buffers to global memory (weight_staging.cuh)
-
-// Where a part is in the gradient. Its boxes are neighbours in x and in the staging buffer.
-template <typename G, bool TRANSPOSED, bool TALL> struct part_place {
-    enum { BOXES = TRANSPOSED && sizeof(G) == 2 ? 1 : 2 };
-    moe_stripe stripe;
-    int hidden, feature;
-    MOE_DEVICE part_place(const weight_matrix<TALL> &matrix, moe_place tile, int consumer, int part)
-    {
-        constexpr int ACROSS = output<G>::PARTS / (TALL ? 2 : 1);    // parts side by side
-        const int column = part % ACROSS * output<G>::PART_FEATURES; // in the tile
-        hidden = tile.row_tile * matrix.TILE_HIDDEN + consumer * matrix.CONSUMER_HIDDEN + part / ACROSS * 64;
-        stripe = matrix.stripe(tile, column / MOE_WEIGHT_STRIPE);
-        feature = stripe.feature + column % MOE_WEIGHT_STRIPE;
-    }
-    MOE_DEVICE bool inside(const dw_params &p) const
-    {
-        return stripe.half < p.halves && feature < p.intermediate && hidden < p.hidden;
-    }
-    MOE_DEVICE int x(int box) const
-    {
-        return (TRANSPOSED ? hidden : feature) + box * output<G>::SUBTILE_ELEMENTS;
-    }
-    MOE_DEVICE int y(const dw_params &p) const
-    {
-        return TRANSPOSED ? feature - up(p) * p.half_features : hidden;
-    }
-    MOE_DEVICE int half(const dw_params &p) const
-    {
-        return stripe.half + up(p);
-    }
-    // 1 if the halves share the stripe and the part begins in the up half, else 0.
-    MOE_DEVICE int up(const dw_params &p) const
-    {
-        return TRANSPOSED && TALL && feature >= p.half_features;
-    }
-};
-
-// Starts the load of a part's old values into its staging buffer.
-template <typename G, bool TRANSPOSED, bool TALL>
-MOE_DEVICE void load_part(const dw_params &p, const part_place<G, TRANSPOSED, TALL> &at,
-                          const shared_layout &shared, int expert, uint32_t number)
-{
-    const uint32_t empty = shared.buffer_empty(number);
-    if (at.inside(p)) {
-        barrier_expect(empty, BUFFER_BYTES);
-        for (int i = 0; i < at.BOXES; i++)
-            load_box(shared.buffer(number) + i * MOE_SUBTILE_BYTES, &p.gradient, empty, at.x(i), at.y(p),
-                     at.half(p), expert);
-    } else
-        barrier_arrive(empty);
-}
-
-// Stores a part that a consumer has left in its staging buffer.
-template <typename G, bool TRANSPOSED, bool MERGES, bool TALL>
-MOE_DEVICE void store_part(const dw_params &p, const part_place<G, TRANSPOSED, TALL> &at,
-                           const shared_layout &shared, int expert, uint32_t number, uint32_t parity)
-{
-    barrier_wait(shared.buffer_full(number), parity);
-    if (at.inside(p)) {
-        for (int i = 0; i < at.BOXES; i++) {
-            const uint32_t subtile = shared.buffer(number) + i * MOE_SUBTILE_BYTES;
-            if (!MERGES && p.accumulate)
-                add_box(&p.gradient, subtile, at.x(i), at.y(p), at.half(p), expert);
-            else
-                store_box(&p.gradient, subtile, at.x(i), at.y(p), at.half(p), expert);
-        }
-    }
-    commit_stores();
-    wait_stores_read<0>();
-}
-
-// One lane of a store warp stores its consumer's parts; that of consumer 0 also claims the CTA's units.
-// MERGES: a buffer counts as empty only when the old values of the next tile are in it, so its phase is one
-// ahead.
-template <typename G, bool TRANSPOSED, bool MERGES, bool TALL>
-MOE_DEVICE void store_tiles(const dw_params &p, const weight_matrix<TALL> &matrix,
-                            const shared_layout &shared, weight_feed units, int consumer)
-{
-    using O = output<G>;
-    static_assert(!MERGES || O::ROUNDS == 1, "the buffers hold all parts of a tile");
-    const bool claims = consumer == 0;
-    const weight_queue queue = queue_of(p, matrix);
-    weight_claims claimed(units, queue);
-    if (claims) claimed.begin();
-    uint32_t count = 0;
-    for (int t = 0;; t++) {
-        const weight_unit unit = units.read(t);
-        if (!claims) barrier_arrive(units.ring.free(t));
-        if (!unit.exists()) break;
-        const bool staged = unit.piece.part < 0;
-        const int expert = unit.piece.expert;
-        if (MERGES && staged)
-            for (int part = 0; part < O::PARTS; part++)
-                load_part<G, TRANSPOSED, TALL>(p, {matrix, unit.at, consumer, part}, shared, expert,
-                                               O::buffer(consumer, part));
-        if (claims) claimed.claim_after(t, unit);
-        if (!staged) continue;
-        for (int part = 0; part < O::PARTS; part++) {
-            const uint32_t number = O::buffer(consumer, part);
-            store_part<G, TRANSPOSED, MERGES, TALL>(p, {matrix, unit.at, consumer, part}, shared, expert,
-                                                    number, O::parity(count, part));
-            if (!MERGES) barrier_arrive(shared.buffer_empty(number));
-        }
-        count++;
-    }
-    if (claims) finish_claims(queue.turn);
-    wait_stores_done();
-}
-
-// ---- Consumers
-
-// Stores a tile of a split expert in the order of the threads: 16 bytes of each thread, then the next 16
-// bytes of each.
-MOE_DEVICE float *part_of(const dw_params &p, int part, int tiles, int tile, int thread)
-{
-    return p.parts + ((int64_t)part * tiles + tile) * MOE_WEIGHT_TILE + thread * 4;
-}
+using namespace dw_kernel;
 
 template <typename T, typename G, bool TRANSPOSED, bool MERGES, bool TALL>
 MOE_DEVICE void multiply_tiles(const dw_params &p, const weight_matrix<TALL> &matrix,
@@ -327,28 +58,11 @@ MOE_DEVICE void multiply_tiles(const dw_params &p, const weight_matrix<TALL> &ma
         multiply<T, true, MN_MAJOR, MN_MAJOR, TALL>(acc, ring, shared, unit.steps(), consumer,
                                                     release_slot{shared, lane});
         if (unit.piece.part >= 0) {
-            float4 *to = (float4 *)part_of(p, unit.piece.part, matrix.tiles, unit.tile, threadIdx.x);
-#pragma unroll
-            for (int i = 0; i < SLICES; i++)
-                to[i * CONSUMER_THREADS] =
-                    make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+            store_part_of(p, unit, matrix.tiles, acc);
             continue;
         }
         write_tile<G, MERGES>(acc, shared, consumer, count, lane, TRANSPOSED);
         count++;
-    }
-}
-
-// The gradients of experts without rows, whose pieces are the last of the list.
-template <typename G> MOE_DEVICE void clear_gradients(const dw_params &p)
-{
-    const int64_t vectors = (int64_t)p.hidden * p.intermediate * p.halves * (int)sizeof(G) / 16;
-    const int pieces = __ldg(p.lists.counts + 3);
-    for (int i = __ldg(p.lists.counts + 1); i < pieces; i++) {
-        uint4 *to = (uint4 *)p.weight_gradient + __ldg(&p.lists.pieces[i].expert) * vectors;
-        for (int64_t v = blockIdx.x * CONSUMER_THREADS + threadIdx.x; v < vectors;
-             v += gridDim.x * CONSUMER_THREADS)
-            to[v] = make_uint4(0, 0, 0, 0);
     }
 }
 
@@ -369,7 +83,7 @@ __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ dw_para
     if (warp >= 8) {
         give_registers<88>();
         if (warp < 10)
-            load_tiles(p, matrix, shared, units);
+            load_tiles<2>(p, matrix, shared, units);
         else if (lane == 0)
             store_tiles<G, TRANSPOSED, MERGES>(p, matrix, shared, units, warp - 10);
     } else {
@@ -379,111 +93,22 @@ __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ dw_para
     }
 }
 
-// ---- The second pass over split experts
-
-// Element (d, feature of half) of the expert's gradient.
-template <bool TRANSPOSED, bool TALL>
-MOE_DEVICE int64_t gradient_element(const dw_params &p, int expert, int half, int feature, int d)
-{
-    if (!TRANSPOSED) return ((int64_t)expert * p.hidden + d) * p.intermediate + feature;
-    if (TALL && feature >= p.half_features) { // halves share the stripe
-        feature -= p.half_features;
-        half++;
-    }
-    const int row = p.interleaved ? feature * 2 + half : half * p.half_features + feature;
-    return ((int64_t)expert * p.halves * p.intermediate + row) * p.hidden + d;
-}
-
-// The work of a CTA: 16 bytes of a tile for each thread. So few tiles suffice for many CTAs.
-template <typename G, bool TRANSPOSED, bool TALL>
-__global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_constant__ dw_params p)
-{
-    constexpr int OCTETS = weight_matrix<TALL>::STRIPES * MOE_WEIGHT_STRIPE / 8; // of features, in a row
-    const weight_matrix<TALL> matrix(p);
-    const int slices = __ldg(p.lists.counts + 2) * matrix.tiles * SLICES, lane = threadIdx.x & 31;
-    const int consumer = threadIdx.x / 128;
-    const int first_row = (threadIdx.x >> 5) * 16 + consumer * (matrix.CONSUMER_HIDDEN - 64) + (lane >> 2);
-    for (int slice = blockIdx.x; slice < slices; slice += gridDim.x) {
-        const int unit = slice / SLICES, i = slice % SLICES,
-                  column = (TALL ? i % OCTETS : i) * 8 + (lane & 3) * 2;
-        const int row = first_row + (TALL ? i / OCTETS * 64 : 0), tile = unit % matrix.tiles;
-        const moe_place at = moe_weight_place_of(tile, matrix.grid);
-        const moe_stripe stripe = matrix.stripe(at, column / MOE_WEIGHT_STRIPE);
-        const int feature = stripe.feature + column % MOE_WEIGHT_STRIPE;
-        if (stripe.half >= p.halves || feature >= p.intermediate) continue;
-        const moe_split split = p.lists.splits[unit / matrix.tiles];
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-        for (int part = 0; part < split.parts; part++) {
-            const float4 v = ((const float4 *)part_of(p, split.first_part + part, matrix.tiles, tile,
-                                                      threadIdx.x))[i * CONSUMER_THREADS];
-            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-        }
-        const float values[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int d = at.row_tile * matrix.TILE_HIDDEN + row + (j >> 1) * 8;
-            if (d >= p.hidden || feature + (j & 1) >= p.intermediate) continue;
-            G *to = (G *)p.weight_gradient +
-                    gradient_element<TRANSPOSED, TALL>(p, split.expert, stripe.half, feature + (j & 1), d);
-            give(to, values[j], p.accumulate);
-        }
-    }
-}
-
 // ---- Launches
 
-// The gradient (experts, hidden, intermediate): boxes of 128 bytes of n by 64 of d, at (feature, d, 0,
-// expert). Transposed (experts, halves, intermediate, hidden) in either layout: 128 bytes of d by a part's
-// features (64 for f32, two boxes), at (d, feature, half, expert). A part of halves that share a stripe has
-// the features of both.
-void map_gradient(moe_launch *on, CUtensorMap *map, const moe_dw &d)
-{
-    const int64_t element = moe_type_bytes(d.gradient_type);
-    const cuuint64_t hidden = (cuuint64_t)d.hidden, n = (cuuint64_t)d.intermediate,
-                     experts = (cuuint64_t)d.experts, row = n * (cuuint64_t)element;
-    const cuuint32_t wide = (cuuint32_t)(MOE_SUBTILE_ROW_BYTES / element);
-    if (d.transposed) {
-        const moe_w1 w1 = {d.gradient, d.experts, d.hidden, d.intermediate, d.halves, d.interleaved};
-        const moe_w1_strides s = moe_strides_of_w1(&w1, element);
-        const bool both = element == 2 && moe_halves_share_stripe((int32_t)d.intermediate, d.halves);
-        const moe_boxes boxes = {d.gradient,
-                                 4,
-                                 {hidden, n, (cuuint64_t)d.halves, experts},
-                                 {s.feature, s.half, s.expert},
-                                 {wide, element == 2 && !both ? 128u : 64u, both ? 2u : 1u, 1}};
-        moe_map_boxes(on, map, d.gradient_type, &boxes);
-    } else {
-        const moe_boxes boxes = {
-            d.gradient, 4, {n, hidden, 1, experts}, {row, row, hidden * row}, {wide, 64, 1, 1}};
-        moe_map_boxes(on, map, d.gradient_type, &boxes);
-    }
-}
-
-dw_params prepare(moe_launch *on, const moe_dw &d)
+dw_params prepare_16_bits(moe_launch *on, const moe_dw &d)
 {
     const int64_t half_bytes = d.row_width * moe_type_bytes(on->dtype);
-    const int both = moe_halves_share_stripe((int32_t)d.intermediate, d.halves) ? 2 : 1; // halves in a stripe
+    const int shared = moe_halves_share_stripe((int32_t)d.intermediate, d.halves);
+    const int both = shared ? 2 : 1; // halves in a stripe
     const int64_t features_of_stripes = d.intermediate * both;
     const moe_subtiles features = {d.features,      features_of_stripes, d.rows, d.halves * half_bytes,
                                    d.halves / both, half_bytes};
-    dw_params p = {};
+    dw_params p = prepare(on, d, shared);
     moe_map_subtiles(on, &p.features, &features, MOE_WEIGHT_STRIPE / MOE_SUBTILE_COLUMNS);
-    map_gradient(on, &p.gradient, d);
-    p.tokens = d.tokens;
-    p.weight_gradient = d.gradient;
-    p.parts = d.parts;
-    p.row_token = d.row_token;
-    p.lists = d.lists;
-    p.hidden = (int32_t)d.hidden;
     p.intermediate = (int32_t)features_of_stripes;
     p.halves = d.halves / both;
-    p.half_features = (int32_t)d.intermediate;
-    p.rows = (int32_t)d.rows;
     p.subtiles_apart = moe_subtiles_apart(d.intermediate);
     p.grid = moe_weight_grid_of((int32_t)d.hidden, (int32_t)d.intermediate, d.halves);
-    p.interleaved = d.interleaved;
-    p.accumulate = d.accumulate;
     return p;
 }
 
@@ -500,7 +125,7 @@ cudaError_t launch(const dw_params &p, int ctas, cudaStream_t stream)
     const auto kernel = kernel_of<T, G, TRANSPOSED, TALL>(p.accumulate);
     const cudaError_t status = enqueue(kernel, ctas, THREADS, SHARED_BYTES, stream, p);
     if (status != cudaSuccess || !p.parts) return status;
-    return enqueue(add_parts<G, TRANSPOSED, TALL>, ctas, CONSUMER_THREADS, 0, stream, p);
+    return enqueue(add_parts<dw_params, G, TRANSPOSED, TALL>, ctas, CONSUMER_THREADS, 0, stream, p);
 }
 
 template <typename T, typename G, bool TRANSPOSED>
@@ -540,7 +165,7 @@ extern "C" cudaError_t moe_sm90_dw_init(const moe_device *device)
 extern "C" cudaError_t moe_sm90_dw(moe_launch *on, const moe_dw *d)
 {
     using namespace moe;
-    const dw_params p = prepare(on, *d);
+    const dw_params p = prepare_16_bits(on, *d);
     if (on->refused_call) return cudaErrorInvalidValue;
     return for_type(storage_types(), on->dtype, [&](auto t) {
         using T = typename decltype(t)::type;
