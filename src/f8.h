@@ -213,8 +213,8 @@ typedef struct moe_f8_weights {
     float *scale1; /* (E) */
     float *scale2; /* (E) */
     float *group1; /* (E, ceil(n / 256)): the scale that W1's rows of 256 features alone would have, and */
-    float *group2; /* the same, W2's columns: moe_f8_expected reads them. The CUDA backend, which has no dw
-                      in fp8 yet, does not write them */
+    float *group2; /* the same, W2's columns: moe_f8_expected reads them. The CUDA backend, where no layer
+                      runs dw in fp8 yet, does not write them */
     void *work;    /* (E, MOE_F8_WORK_BYTES), of the CUDA backend while it quantises */
     uint64_t bytes;
 } moe_f8_weights;

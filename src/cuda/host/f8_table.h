@@ -59,12 +59,22 @@ typedef struct moe_f8_dx_rows {
     const float *w_scale;  /* (experts) */
 } moe_f8_dx_rows;
 
+/* dw: features is dH_w or A'_w, tokens X8 or dO8; row_width is `intermediate`. With row_token. */
+typedef struct moe_f8_dw {
+    moe_dw dw;
+    const int32_t *exponent; /* w of every row and group: (rows, ceil(n / 256)) */
+    const int32_t *expected; /* moe_f8_expected: (experts, ceil(n / 256)) */
+    const int32_t *largest;  /* C, the same shape */
+} moe_f8_dw;
+
 typedef struct moe_f8_kernels {
     cudaError_t (*rows)(const moe_launch *on, const moe_f8_rows *rows);
     cudaError_t (*weights)(const moe_launch *on, const moe_f8_quantized *weights);
     cudaError_t (*up)(moe_launch *on, const moe_f8_up *up);
     cudaError_t (*down)(moe_launch *on, const moe_f8_down *down);
     cudaError_t (*dx_rows)(moe_launch *on, const moe_f8_dx_rows *dx);
+    int32_t (*weight_tiles)(int32_t hidden, int32_t intermediate, int32_t halves); /* of one expert, in dw */
+    cudaError_t (*dw)(moe_launch *on, const moe_f8_dw *dw);
 } moe_f8_kernels;
 
 #ifdef __cplusplus

@@ -49,6 +49,21 @@ MOE_HOST_DEVICE moe_weight_grid moe_weight_grid_of(int32_t hidden, int32_t inter
     return shared || moe_grid_tiles(tall) < moe_grid_tiles(wide) ? tall : wide;
 }
 
+/* fp8's tiles are wide, and the stripes of a tile belong to one group of 256 features (f8.h): with n > 128
+ * the last stripe of a half may have no features. Halves share no stripe. */
+MOE_HOST_DEVICE int32_t moe_f8_stripes_of_half(int32_t intermediate)
+{
+    return intermediate <= MOE_WEIGHT_STRIPE ? 1
+                                             : 2 * ((intermediate + MOE_WEIGHT_LONG - 1) / MOE_WEIGHT_LONG);
+}
+
+MOE_HOST_DEVICE moe_weight_grid moe_f8_weight_grid_of(int32_t hidden, int32_t intermediate, int32_t halves)
+{
+    const int32_t stripes = moe_f8_stripes_of_half(intermediate) * halves;
+    const moe_weight_grid wide = {(hidden + MOE_WEIGHT_SHORT - 1) / MOE_WEIGHT_SHORT, (stripes + 1) / 2, 0};
+    return wide;
+}
+
 /* Where tile `tile` of an expert's matrix is: rows of d, columns of features. The position along the shorter
  * side changes fastest. So if an expert's tiles are split over two waves, the second wave reads the shorter
  * operand again but only a part of the longer one. If d is the shorter side and has many tiles, the expert's

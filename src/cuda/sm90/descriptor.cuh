@@ -9,6 +9,10 @@ namespace moe
 // swizzle. `where` is address / 16; a step of 16 elements along K adds 2, of 64 rows 512.
 constexpr uint64_t DESCRIPTOR = (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 
+// Of a K-major operand with rows of 64 bytes and the 64-byte swizzle: 512 bytes from one group of eight rows
+// to the next.
+constexpr uint64_t HALF_ROWS_DESCRIPTOR = (uint64_t)1 << 16 | (uint64_t)(512 >> 4) << 32 | (uint64_t)2 << 62;
+
 // Of an MN-major operand: 8192 bytes from one subtile of 64 to the next, 1024 from eight rows of K to the
 // next. A step of 16 elements along K adds 128.
 constexpr uint64_t MN_DESCRIPTOR =

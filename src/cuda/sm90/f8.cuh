@@ -27,6 +27,20 @@ MOE_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d)
     return four;
 }
 
+// Four values times f16 factors, `low` of the first two and `high` of the others, rounded. Right for factors
+// 2^k, k <= 0: where a product is no f16, it is so small that it gives 0.
+MOE_DEVICE uint32_t scale_e4m3(uint32_t four, uint32_t low, uint32_t high)
+{
+    uint32_t scaled;
+    asm("{\n.reg .b16 l, h;\n.reg .b32 x, y;\nmov.b32 {l, h}, %1;\n"
+        "cvt.rn.f16x2.e4m3x2 x, l;\ncvt.rn.f16x2.e4m3x2 y, h;\n"
+        "mul.rn.f16x2 x, x, %2;\nmul.rn.f16x2 y, y, %3;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 l, x;\ncvt.rn.satfinite.e4m3x2.f16x2 h, y;\nmov.b32 %0, {l, h};\n}"
+        : "=r"(scaled)
+        : "r"(four), "r"(low), "r"(high));
+    return scaled;
+}
+
 // Four bytes from global to shared memory.
 MOE_DEVICE void copy4_async(uint32_t to, const void *from)
 {

@@ -24,6 +24,12 @@ inline e4m3_parts parts_of_e4m3(uint8_t byte)
     return {byte & 0x80 ? -significand : significand, (stored ? stored : 1) - 7, (byte & 0x7f) == 0x7f};
 }
 
+inline float e4m3_value(uint8_t byte)
+{
+    const e4m3_parts v = parts_of_e4m3(byte);
+    return v.nan ? __uint_as_float(0x7fc00000) : ldexpf((float)v.significand, v.exponent - 3);
+}
+
 inline uint8_t to_e4m3(float v)
 {
     if (v != v) return 0x7f;
@@ -38,6 +44,19 @@ inline uint8_t to_e4m3(float v)
 MOE_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d)
 {
     return to_e4m3(a) | to_e4m3(b) << 8 | to_e4m3(c) << 16 | (uint32_t)to_e4m3(d) << 24;
+}
+
+MOE_DEVICE uint32_t scale_e4m3(uint32_t four, uint32_t low, uint32_t high)
+{
+    using H = storage<__half>;
+    float products[4];
+    for (int i = 0; i < 4; i++) {
+        const uint32_t factors = i < 2 ? low : high;
+        const float product =
+            e4m3_value((uint8_t)(four >> 8 * i)) * (i % 2 ? H::high(factors) : H::low(factors));
+        products[i] = H::low(H::pack(product, 0.0f));
+    }
+    return pack_e4m3(products[0], products[1], products[2], products[3]);
 }
 
 MOE_DEVICE void copy4_async(uint32_t to, const void *from)
