@@ -171,7 +171,7 @@ static void a_shortened_text_ends_the_run(void **state)
     put_texts(state);
     shell(state, "yes 'a text of some words' | head -100000 >long.txt");
     const int status = run(state,
-                           "timeout -s KILL 60 sh -c '\"$@\" & p=$!; until test -e run/latest; do sleep 0.1; "
+                           "timeout -s KILL 600 sh -c '\"$@\" & p=$!; until test -e run/latest; do sleep 0.1; "
                            "done; : >long.txt; wait $p' sh",
                            "train " TINY "--steps 100000000 --checkpoints 100000 --out run long.txt", output);
     if (status != 3 || !strstr(output, "smoe: a file that is being read became shorter"))
