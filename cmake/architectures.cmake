@@ -31,6 +31,18 @@ function(find_cuda_architectures result smi)
   set(${result} ${found} PARENT_SCOPE)
 endfunction()
 
+# The first of the architectures for which there are no kernels, or "".
+function(find_too_old_architecture result)
+  set(${result} "" PARENT_SCOPE)
+  foreach(architecture ${ARGN})
+    string(REGEX MATCH "^[0-9]+" number ${architecture})
+    if(number AND number LESS 80)
+      set(${result} ${architecture} PARENT_SCOPE)
+      return()
+    endif()
+  endforeach()
+endfunction()
+
 # Moves what NVCC does not know from the list `kept` to the list `left_out`.
 function(leave_out_unknown_architectures kept left_out nvcc)
   execute_process(COMMAND ${nvcc} --list-gpu-arch OUTPUT_VARIABLE known ERROR_QUIET)

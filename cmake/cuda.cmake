@@ -1,10 +1,12 @@
 # SMOE_HAVE_CUDA: the CUDA backend is built. AUTO: when a CUDA compiler and the toolkit are found. SMOE_CUDA_BUILD says how, or why not.
+# smoe_cuda_error: why CMake must end, or empty.
 #
 # Machine code is made for CMAKE_CUDA_ARCHITECTURES. Unless that is given, or if it is "native", it is made for the GPUs of this
 # machine, or if there are none for all. Architectures that the toolkit does not know are left out.
 include(${CMAKE_CURRENT_LIST_DIR}/architectures.cmake)
 
 set(SMOE_HAVE_CUDA OFF)
+set(smoe_cuda_error "")
 set(why_no_cuda "no nvcc of CUDA 12.5 or later was found (PATH, or CUDACXX=/path/to/nvcc)")
 if(SMOE_CUDA STREQUAL "OFF")
   set(why_no_cuda "SMOE_CUDA is OFF")
@@ -17,6 +19,11 @@ else()
       find_program(SMOE_NVIDIA_SMI nvidia-smi)
       mark_as_advanced(SMOE_NVIDIA_SMI)
       find_cuda_architectures(CMAKE_CUDA_ARCHITECTURES "${SMOE_NVIDIA_SMI}")
+    endif()
+    find_too_old_architecture(too_old ${CMAKE_CUDA_ARCHITECTURES})
+    if(too_old)
+      set(smoe_cuda_error "CMAKE_CUDA_ARCHITECTURES has ${too_old}, the least is 80: there are no kernels for older GPUs")
+      return()
     endif()
     leave_out_unknown_architectures(CMAKE_CUDA_ARCHITECTURES left_out ${CMAKE_CUDA_COMPILER})
     if(left_out)
@@ -31,7 +38,8 @@ else()
     endif()
   endif()
   if(SMOE_CUDA STREQUAL "ON" AND NOT SMOE_HAVE_CUDA)
-    message(FATAL_ERROR "SMOE_CUDA is ON, but ${why_no_cuda}")
+    set(smoe_cuda_error "SMOE_CUDA is ON, but ${why_no_cuda}")
+    return()
   endif()
 endif()
 if(SMOE_HAVE_CUDA)

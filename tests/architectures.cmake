@@ -1,4 +1,5 @@
 # Tests cmake/architectures.cmake: cmake -DFOLDER=... -P architectures.cmake. Scripts stand in for nvidia-smi and nvcc.
+set(source ${CMAKE_CURRENT_LIST_DIR}/..)
 include(${CMAKE_CURRENT_LIST_DIR}/../cmake/architectures.cmake)
 file(MAKE_DIRECTORY ${FOLDER})
 
@@ -37,6 +38,18 @@ expect("not known to CUDA 12.6" "100-real;120-real;8-real" ${left_out})
 set(option 120-real CACHE STRING "") # as -DCMAKE_CUDA_ARCHITECTURES=120-real does
 leave_out_unknown_architectures(option left_out ${nvcc})
 expect("nothing known" "" ${option})
+
+# An architecture that no kernels serve is refused before the compiler is used, by one message without a call stack.
+foreach(given "75" "75-real" "90a-real\\;70-virtual" "52")
+  file(REMOVE_RECURSE ${FOLDER}/refused)
+  execute_process(COMMAND ${CMAKE_COMMAND} -S ${source} -B ${FOLDER}/refused -DCMAKE_CUDA_COMPILER=${nvcc}
+    -DCMAKE_CUDA_ARCHITECTURES=${given} RESULT_VARIABLE status OUTPUT_QUIET ERROR_VARIABLE said)
+  string(REGEX MATCH "(75|70|52)[-a-z]*$" wrong "${given}")
+  string(REGEX REPLACE "[ \n]+" " " said "${said}")
+  if(status EQUAL 0 OR NOT said MATCHES "CMAKE_CUDA_ARCHITECTURES has ${wrong}, the least is 80" OR said MATCHES "Call Stack")
+    message(SEND_ERROR "CMAKE_CUDA_ARCHITECTURES=${given}: CMake ends with ${status} and '${said}'")
+  endif()
+endforeach()
 
 foreach(case "13.0.88;ON;13000;580" "12.9.86;ON;12040;550.54" "12.6.85;OFF;12000;525.60")
   list(GET case 0 version)
