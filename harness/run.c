@@ -488,7 +488,7 @@ static bool repeat(run *r, const run_options *options, const tensors *first, int
 }
 
 /* In two parts, the later experts first. Afterwards weights_f8 is an input. */
-static bool quantize_weights(run *r)
+static bool quantize_weights(run *r, quantize_function *quantize)
 {
     if (r->compute == SMOE_COMPUTE_STORAGE) return true;
     const arguments a = arguments_of(r);
@@ -506,15 +506,15 @@ static bool quantize_weights(run *r)
                                       parts[i + 1] - parts[i],
                                       slot_data(r, SLOT_WEIGHTS_F8),
                                       r->weights_f8_bytes};
-        if (!call(r, "smoe_quantize_weights", moe_quantize_weights(r->context, &a.layer.layer, &q, NULL)))
-            return false;
+        if (!call(r, "smoe_quantize_weights", quantize(r->context, &a.layer.layer, &q, NULL))) return false;
     }
     return slot_keep(r, SLOT_WEIGHTS_F8);
 }
 
 static bool run_all(run *r, const oracle_drawn *drawn, const run_options *options, tensors *got)
 {
-    if (!run_make(r) || !run_inputs(r, drawn) || !quantize_weights(r) || !run_passes(r, options, got))
+    if (!run_make(r) || !run_inputs(r, drawn) || !quantize_weights(r, options->quantize) ||
+        !run_passes(r, options, got))
         return false;
     for (int64_t i = 0; i < options->repeats; i++)
         if (!repeat(r, options, got, options->differing)) return false;

@@ -75,12 +75,16 @@ typedef struct run {
     char text[RUN_TEXT];
 } run;
 
+typedef smoe_status quantize_function(smoe_context *context, const smoe_layer *layer,
+                                      const smoe_quantize_args *args, void *stream);
+
 typedef struct run_options {
     bool stages;          // route, round, plan, experts one by one, and the experts' backward alone
     bool forward_only;    // for inference
     smoe_compute compute; // with fp8 the weights are quantised before the forward, and w1 and w2 are NULL
-    bool less_router;     // dlogits and drouter_bias are not asked for
-    bool graph;           // both passes from a CUDA graph
+    quantize_function *quantize; // moe_quantize_weights with fp8; by pointer, as libsmoe.so hides it
+    bool less_router;            // dlogits and drouter_bias are not asked for
+    bool graph;                  // both passes from a CUDA graph
     int backwards;      // backward calls on one forward, at least 1; with `accumulate` their gradients add up
     void *traffic;      // device.h: copies are enqueued right before every pass; or NULL
     int64_t repeats;    // how often both passes run again, with the same buffers and outputs poisoned anew

@@ -77,10 +77,12 @@ static int check_case(const f8_case *c, smoe_type dtype, smoe_compute compute, b
 {
     smoe_context *context = open_cpu();
     const smoe_layer layer = complete(c, dtype);
-    const check_options options = {
-        .run = {.compute = compute, .forward_only = c->forward_only, .backwards = layer.accumulate ? 2 : 1},
-        .exact = exact,
-        .seed = 1};
+    const check_options options = {.run = {.compute = compute,
+                                           .quantize = moe_quantize_weights,
+                                           .forward_only = c->forward_only,
+                                           .backwards = layer.accumulate ? 2 : 1},
+                                   .exact = exact,
+                                   .seed = 1};
     char text[RUN_TEXT] = "";
     judging j = {c->name, 0};
     if (check_layer(device_find("cpu"), context, &layer, &c->draw, &options, judge, &j, text) != RUN_OK)
@@ -126,7 +128,10 @@ static void integers_are_exact(void **state)
 static tensors run_case(smoe_context *context, const smoe_layer *layer, smoe_compute compute,
                         const oracle_drawn *drawn, bool stages)
 {
-    const run_options options = {.compute = compute, .forward_only = layer->inference, .stages = stages};
+    const run_options options = {.compute = compute,
+                                 .quantize = moe_quantize_weights,
+                                 .forward_only = layer->inference,
+                                 .stages = stages};
     tensors got;
     char text[RUN_TEXT];
     if (run_library(device_find("cpu"), context, layer, drawn, &options, &got, text) != RUN_OK)

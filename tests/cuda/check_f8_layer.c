@@ -68,9 +68,10 @@ int main(void)
     smoe_context *context = open_cuda();
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const smoe_layer layer = complete(&cases[i].layer);
-        const check_options options = {.run = {.compute = SMOE_COMPUTE_F8, .forward_only = true},
-                                       .exact = cases[i].draw.integers != 0,
-                                       .seed = 1};
+        const check_options options = {
+            .run = {.compute = SMOE_COMPUTE_F8, .quantize = moe_quantize_weights, .forward_only = true},
+            .exact = cases[i].draw.integers != 0,
+            .seed = 1};
         char text[RUN_TEXT] = "";
         puts(cases[i].name);
         const run_outcome outcome = check_layer(device_find("cuda"), context, &layer, &cases[i].draw,

@@ -33,6 +33,13 @@ cc -std=c99 -pedantic -Wall -Wextra -Werror "$here/consumer.c" -o "$work/consume
     -Wl,--as-needed $(pkg-config --static --cflags --libs smoe)
 "$work/consumer_static"
 
+# The program takes the library that is installed beside it.
+program=$work/prefix/bin/smoe
+if [ -e "$program" ] && ! env -u LD_LIBRARY_PATH ldd "$program" | grep -q "libsmoe\.so.* => $work/prefix/"; then
+    ldd "$program"
+    exit 1
+fi
+
 for header in "$work/prefix/include/smoe.h" "$work/prefix/include/smoe_ep.h"; do
     cc -std=c99 -pedantic -Wall -Wextra -Werror -fsyntax-only -x c -I "$work/prefix/include" "$header"
     c++ -pedantic -Wall -Wextra -Werror -fsyntax-only -x c++ -I "$work/prefix/include" "$header"
