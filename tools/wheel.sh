@@ -76,13 +76,14 @@ python3 -m venv "$out/bare"
 site=$(env -u PYTHONPATH -u SMOE_LIBRARY "$out/bare/bin/python" - <<'PY'
 import sys
 import time
-from importlib.metadata import metadata
 
 start = time.process_time()  # the machine may be busy
 import smoe
 
 seconds = time.process_time() - start
 assert "torch" not in sys.modules
+from importlib.metadata import metadata
+
 info = smoe.build_info()
 driver = [f"NVIDIA driver (>={info['cuda_driver']})"] if info["cuda"] else None
 assert metadata("smoe").get_all("Requires-External") == driver, (metadata("smoe").get_all("Requires-External"), driver)
