@@ -38,8 +38,7 @@ def call(*command, status=0, **environment):
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 @needs_smoe
-def test_fp8_errors(tmp_path):
-    """The library agrees with the emulation, or the exit status is 1."""
+def test_the_library_agrees_with_the_emulation_of_fp8(tmp_path):
     environment = {"SMOE_LIBRARY": str(SMOE.parent / "src" / "libsmoe.so"), "PYTHONPATH": str(ROOT / "python")}
     records = tmp_path / "records.jsonl"
     assert "every limit holds" in call(sys.executable, STUDIES / "fp8" / "fp8_errors.py", "--quick", "--records", records, **environment)
@@ -62,7 +61,7 @@ def write_run(out, name, perplexity, added):
     (out / name / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_paired_differences(tmp_path):
+def test_differences_are_those_of_equal_seeds(tmp_path):
     for seed, plain, rounded in ((1, 20.0, 20.1), (2, 21.0, 21.2), (3, 22.0, 22.3)):
         write_run(tmp_path, f"two.none.{seed}", plain, 0.0)
         write_run(tmp_path, f"two.nr-f.{seed}", rounded, 0.25)
@@ -89,7 +88,7 @@ def test_student_t_is_that_of_the_tables():
     call(sys.executable, ROUNDING / "rounding_study.py", STUDIES, status=3)
 
 
-def test_where_a_curve_passes_a_loss():
+def test_the_place_is_found_where_a_curve_passes_a_loss():
     lines = [{"seconds": 10, "val_loss": 5.0}, {"seconds": 20, "val_loss": 4.0}, {"seconds": 30, "val_loss": 3.0}]
     assert text_run_plot.first_below(lines, 3.75, "seconds") == 22.5
     assert text_run_plot.first_below(lines, 5.0, "seconds") == 10

@@ -105,7 +105,7 @@ def test_a_count_is_never_rounded_above_the_tokens():
     assert tool.round_pairs(scores, selected, "up", 7).sum(0).tolist() == [0, 0]  # 7 tokens do not exist
 
 
-def test_tables(tmp_path, monkeypatch, capsys):
+def test_the_tables_have_the_shares_of_the_sums(tmp_path, monkeypatch, capsys):
     pairs = torch.tensor([[10.0, 40, 20, 30], [8, 2, 4, 6]], dtype=torch.float64)
     sums = {name: torch.zeros_like(pairs) for name in tool.SUMS} | {"pairs": pairs, "weight": pairs / 4}
     sums["dropped"] = torch.tensor([[6.0, 4, 10, 3], [0, 1, 0, 3]], dtype=torch.float64)

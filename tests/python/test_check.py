@@ -51,7 +51,7 @@ ERRORS = ["gate float32", "gate rows bfloat16", "halves float32", "bias float32"
 
 
 @pytest.mark.parametrize("what, dtype", [error.rsplit(" ", 1) for error in ERRORS])
-def test_errors_fail(what, dtype, tmp_path, monkeypatch, capsys):
+def test_every_kind_of_error_fails(what, dtype, tmp_path, monkeypatch, capsys):
     folder = saved("gpt_oss" if "bias" in what else "qwen3_moe", tmp_path, initializer_range=0.5)
     change(what, monkeypatch)
     assert check.main([folder, "--dtype", dtype, "--device", "cpu"]) == 1
@@ -59,14 +59,13 @@ def test_errors_fail(what, dtype, tmp_path, monkeypatch, capsys):
     assert "output of model.layers.0.mlp.experts" in said and "FAILED" in said and "the model is WRONG" in said
 
 
-def test_greedy_tokens(monkeypatch):
-    """Another token fails where the margin is larger than the error that a logit may have."""
+def test_another_greedy_token_fails_beyond_its_margin(monkeypatch):
     exact, other = tiny("qwen3_moe", num_hidden_layers=1).eval(), tiny("qwen3_moe", num_hidden_layers=1, seed=1).eval()
     assert check._greedy(exact, exact, tokens(), 8, 1e-6) == ""
     assert "not" in check._greedy(exact, other, tokens(), 8, 1e-6) and check._greedy(exact, other, tokens(), 8, 1e6) == ""
 
 
-def test_config_without_weights(tmp_path, capsys):
+def test_a_config_without_weights_gets_random_ones(tmp_path, capsys):
     tiny("qwen3_moe").config.save_pretrained(tmp_path)
     assert check.main([str(tmp_path / "config.json"), "--layers", "1", "--device", "cpu", "--tokens", "32"]) == 0
     said = capsys.readouterr().out
@@ -86,7 +85,7 @@ def test_what_does_not_run_is_named(tmp_path, monkeypatch, capsys):
     assert "eager, smoe_create: no usable CUDA device" in capsys.readouterr().out
 
 
-def test_wrapped_by_peft(capsys):
+def test_experts_wrapped_by_peft_are_reported(capsys):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     model = peft.get_peft_model(tiny("qwen3_moe", num_hidden_layers=1), config)
@@ -94,7 +93,7 @@ def test_wrapped_by_peft(capsys):
     assert "wrapped by ParamWrapper" in capsys.readouterr().out
 
 
-def test_exit_status(tmp_path, capsys):
+def test_the_exit_status_tells_usage_from_failure(tmp_path, capsys):
     assert check.main([str(tmp_path / "none")]) == 3
     run = subprocess.run([sys.executable, "-m", "smoe.check", "--layers", "0", "x"], capture_output=True, text=True)
     assert run.returncode == 2 and "0 is not a positive whole number" in run.stderr

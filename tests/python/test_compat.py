@@ -39,13 +39,13 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
-def test_signatures(function):
+def test_signatures_are_those_of_the_originals(function):
     assert list(inspect.signature(function).parameters) == SIGNATURES[function].split()
 
 
 @pytest.mark.parametrize("concat", [False, True])
 @pytest.mark.parametrize("score", ["topk_softmax", "softmax_topk", "renormalised"])
-def test_sonicmoe_layer(layer, concat, score):
+def test_sonicmoes_layer_equals_the_reference(layer, concat, score):
     made = layer(biases=True)
     leaves = [made[name] for name in ("x", "router_weight", "w1", "w2", "b1", "b2")]
     x, router, w1, w2, b1, b2 = leaves
@@ -64,7 +64,7 @@ def test_sonicmoe_layer(layer, concat, score):
     assert all(near(a, b, 1e-4) for a, b in zip(ours, theirs))
 
 
-def test_sonicmoes_activations(layer):
+def test_sonicmoes_activations_are_those_of_smoe(layer):
     """SonicMoE's GEGLU is a kernel of QuACK with the tanh approximation; its ReGLU is the same as smoe's."""
     made = layer()
     x, router, w1, w2 = (made[name].detach() for name in ("x", "router_weight", "w1", "w2"))
@@ -77,7 +77,7 @@ def test_sonicmoes_activations(layer):
         assert torch.equal(out, smoe.moe(x, None, w1, w2, top_k=K, logits=logits, score="topk_softmax", activation=ours).out)
 
 
-def test_sonicmoe_general_routing(layer):
+def test_sonicmoes_general_routing_equals_the_reference(layer):
     """Tokens with no pair, one pair and several pairs. A pair with an expert outside of 0..E-1 is skipped."""
     made = layer()
     tokens = torch.tensor([0, 0, 0, 2, 3, 3, 9, 9], dtype=torch.int32)
@@ -108,7 +108,7 @@ def test_other_layouts_are_refused(layer):
 
 
 @pytest.mark.parametrize("probs", [False, True])
-def test_megatron(layer, probs):
+def test_megatrons_experts_equal_the_reference(layer, probs):
     made = layer()
     counts = torch.tensor([3, 0, 7, 10, 1, 9, 10, 8])
     weights = torch.rand(48, requires_grad=True) if probs else None
@@ -122,7 +122,7 @@ def test_megatron(layer, probs):
         compat.te_grouped_mlp(made["x"], counts, weights, made["w1"], made["w2"], output_buffer=None, grad_input_buffer=out)
 
 
-def test_prime_rl_rows(layer):
+def test_prime_rls_experts_equal_the_reference(layer):
     made = layer()
     counts = torch.tensor([3, 0, 7, 10, 1, 9, 10, 5], dtype=torch.float32).int()  # three rows are padding
     w13 = made["w1"].detach().view(E, 2, I, H).clone().requires_grad_()
@@ -134,7 +134,7 @@ def test_prime_rl_rows(layer):
     assert near(ours.view_as(theirs), theirs, 1e-4)
 
 
-def test_prime_rl_compiled(layer):
+def test_prime_rls_compiled_experts_have_the_same_bits(layer):
     """prime-rl compiles its layers. That w1 and w3 are views of one parameter is checked outside of the graph."""
     torch._dynamo.reset()
     made, counts = layer(T=40), torch.full((E,), 5)
@@ -294,7 +294,7 @@ def routed(dispatcher=_LocalTokenDispatcher, activation=_SwiGLU):
 
 
 @pytest.mark.parametrize("dispatcher", [_LocalTokenDispatcher, _AllToAll])
-def test_torchtitan(titan, dispatcher):
+def test_torchtitans_converted_experts_equal_the_stock_ones(titan, dispatcher):
     model = _Model(layers=[routed(dispatcher), routed(dispatcher)])
     stock = [config.build() for config in model.layers]
     converted = titan.SmoeConverter(titan.SmoeConverter.Config()).convert(model)
@@ -344,7 +344,7 @@ def titan_rank(rank, ranks, folder):
     torch.distributed.barrier()
 
 
-def test_torchtitan_expert_parallelism(titan, tmp_path):
+def test_torchtitans_ranks_give_the_results_of_one_process(titan, tmp_path):
     stock = routed().build()
     x, scores = torch.randn(T, H, requires_grad=True), torch.rand(T, K, requires_grad=True)
     ids = torch.rand(T, E).topk(K).indices

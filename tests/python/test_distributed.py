@@ -71,7 +71,7 @@ def work(rank, kind, address, results):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
-def test_two_ranks(kind, tmp_path):
+def test_two_ranks_train_as_one_process(kind, tmp_path):
     if kind == "fsdp" and torch.__version__.startswith("2.6."):
         pytest.skip("fully_shard of torch 2.6 needs a GPU: it records an event of the CPU's stream, which has none")
     mp.spawn(work, (kind, tmp_path / "store", tmp_path / "result"), nprocs=RANKS)

@@ -46,7 +46,7 @@ def blocks():
 
 
 @pytest.mark.parametrize("block", blocks())
-def test_block_runs(block, tmp_path):
+def test_every_block_runs(block, tmp_path):
     compile(block, "block", "exec")
     package = needed(block)
     pytest.importorskip(package)
@@ -67,7 +67,7 @@ def names():
 
 
 @pytest.mark.parametrize("name", names())
-def test_name_exists(name):
+def test_every_name_exists(name):
     module = name.split(".")[1]
     pytest.importorskip(module if module in ("transformers", "torchtitan", "jax") else "torch")
     pkgutil.resolve_name(name)

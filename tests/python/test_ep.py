@@ -75,7 +75,7 @@ def compared(rank, ranks, folder):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_equal_to_one_process(ranks, tmp_path):
+def test_ranks_give_the_results_of_one_process(ranks, tmp_path):
     """Then one rank has another activation, and every rank says so."""
     mp.spawn(compared, (ranks, tmp_path), nprocs=ranks)
     each = [torch.load(tmp_path / str(rank)) for rank in range(ranks)]
@@ -110,7 +110,7 @@ def failing(rank, ranks, folder):
     os._exit(0)  # without the other rank gloo cannot end
 
 
-def test_a_missing_window_and_a_rank_that_dies(tmp_path):
+def test_a_missing_window_and_a_dead_rank_are_named(tmp_path):
     mp.spawn(failing, (2, tmp_path), nprocs=2)
     assert (tmp_path / "1").exists() and (tmp_path / "ended").exists()
 
@@ -135,7 +135,7 @@ def test_compiled_calls_all_happen(monkeypatch, tmp_path):
         dist.destroy_process_group()
 
 
-def test_one_rank():
+def test_one_rank_equals_a_layer_without_a_group():
     dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     try:
         group = group_of()

@@ -141,7 +141,7 @@ def work(rank, shapes, folder):
 
 
 @pytest.mark.parametrize("ranks, shapes", [(2, [(1, 2)]), (4, [(1, 4), (2, 2)])])
-def test_equal_to_one_process(ranks, shapes, tmp_path):
+def test_every_wrapper_gives_the_results_of_one_process(ranks, shapes, tmp_path):
     mp.spawn(work, (shapes, tmp_path), nprocs=ranks)
     losses, before, norm, clipped = single(ranks)
     for rank in range(ranks):
@@ -153,7 +153,7 @@ def test_equal_to_one_process(ranks, shapes, tmp_path):
                 torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_one_rank(tmp_path):
+def test_a_group_of_one_rank_serves_a_module(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         group = smoe.ep.Group(max_tokens=T, hidden=H, num_experts=E, top_k=K, threads=1)

@@ -113,7 +113,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("way", REFUSED)
-def test_refusals(way, folder, monkeypatch):
+def test_a_refusal_names_the_pair_and_the_reason(way, folder, monkeypatch):
     """Every rank names the pair and the reason. With another way, all take that."""
     monkeypatch.setitem(windows.WAYS, "cpu", (way,))
     expected = f"smoe.ep.Group: {way.name}: {REFUSED[way]}; the ranks of a group must be on one host"
@@ -122,7 +122,7 @@ def test_refusals(way, folder, monkeypatch):
     assert same(together()) == "shared memory" and not os.listdir(folder)
 
 
-def test_shared_memory(folder):
+def test_shared_memory_is_zero_and_the_same_on_all_ranks(folder):
     """The windows are zero at the start, and one window is the same memory on all ranks."""
     ends = threading.Barrier(RANKS, timeout=600)
 
@@ -189,7 +189,7 @@ def cuda(monkeypatch):
     return monkeypatch
 
 
-def test_symmetric_memory(cuda):
+def test_gpus_take_symmetric_memory_first(cuda):
     """A window begins where its tensor does. Torch takes it back only if no rank can write to it any more."""
 
     def use(made):
@@ -202,7 +202,7 @@ def test_symmetric_memory(cuda):
     assert all(window() for *_, window in found)
 
 
-def test_cuda_ipc(cuda):
+def test_cuda_ipc_serves_where_symmetric_memory_does_not(cuda):
     """Where torch has no symmetric memory. No window is freed before all ranks have closed all, and none shares a block with
     other allocations."""
 
@@ -221,9 +221,7 @@ def test_cuda_ipc(cuda):
     assert Runtime.sizes == [2 << 20] * RANKS
 
 
-def test_no_way_between_gpus(cuda):
-    """Both reasons are named."""
-
+def test_without_a_way_between_gpus_both_reasons_are_named(cuda):
     def refuse(buffer, group):
         raise RuntimeError("rendezvous failed")
 

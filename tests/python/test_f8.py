@@ -15,7 +15,7 @@ def run(data, *arguments):
     return subprocess.run([PROGRAM, *arguments], input=data, capture_output=True, check=True, timeout=60).stdout
 
 
-def test_values_of_all_codes():
+def test_all_codes_have_the_values_of_torch():
     codes = torch.arange(256, dtype=torch.uint8)
     want = codes.view(torch.float8_e4m3fn).float()
     got = torch.frombuffer(bytearray(run(codes.numpy().tobytes(), "decode")), dtype=torch.float32)
@@ -23,7 +23,7 @@ def test_values_of_all_codes():
     assert torch.equal(got.signbit()[~want.isnan()], want.signbit()[~want.isnan()])
 
 
-def test_codes_of_values():
+def test_all_values_have_the_codes_of_torch():
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).short().view(torch.float16).float()
     random = torch.randn(200_000, generator=torch.Generator().manual_seed(1)).mul(5).exp2()
     values = torch.cat([halves, random, -random, torch.tensor([1e-45, -1e-45, 2.0**-10, 3 * 2.0**-10])])

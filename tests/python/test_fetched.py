@@ -66,7 +66,7 @@ ACTIVATIONS = {"SWIGLU": 1e-5, "REGLU": 1e-5, "GEGLU": 1e-2, "RELU_SQ": 1e-5, "R
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_sonicmoes_module(sonicmoe, activation, bias):
+def test_sonicmoes_module_gives_the_same_results_on_smoe(sonicmoe, activation, bias):
     """SonicMoE's module with its own code for PyTorch and with smoe: output, auxiliary loss and all gradients."""
     torch.manual_seed(0)
     module = sonicmoe.MoE(8, 2, 32, 16, sonicmoe.ActivationType[activation], bias, 0.3)

@@ -19,7 +19,7 @@ from smoe import functional  # noqa: E402
 TINY = ["--tiny", "--steps", "4", "--lr", "0.02", str(ROOT / "LICENSE")]
 
 
-def test_modes(tmp_path, monkeypatch, capsys):
+def test_every_mode_trains_with_both_implementations(tmp_path, monkeypatch, capsys):
     calls = []
     real = functional.experts
 
@@ -42,7 +42,7 @@ def test_modes(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("vocabulary, text", [(64, []), (256, [__file__])], ids=["random", "bytes"])
-def test_checkpoint(vocabulary, text, tmp_path, monkeypatch):
+def test_a_checkpoint_gives_its_weights_and_vocabulary(vocabulary, text, tmp_path, monkeypatch):
     """--model uses the checkpoint's weights and vocabulary. Only one of the two runs calls smoe. A checkpoint without a
     tokenizer and with a vocabulary of 256 takes text as bytes."""
     sizes = dict(layers=1, hidden=32, intermediate=16, experts=4, topk=2, heads=2, vocabulary=vocabulary, context=16)
@@ -56,7 +56,7 @@ def test_checkpoint(vocabulary, text, tmp_path, monkeypatch):
     assert len(calls) == 2
 
 
-def test_differing_losses(monkeypatch, capsys):
+def test_differing_losses_end_with_status_1(monkeypatch, capsys):
     real = functional.experts
     monkeypatch.setattr(functional, "experts", lambda *a, **k: 1.5 * real(*a, **k))
     assert finetune_transformers.main([*TINY, "--modes", "full", "--tolerance", "2e-4"]) == 1
@@ -78,12 +78,12 @@ WRONG += [["--implementations", "smoe,fast"], ["--json", "/"]]
 
 
 @pytest.mark.parametrize("arguments", WRONG)
-def test_usage_errors(arguments, capsys):
+def test_a_usage_error_ends_with_status_2(arguments, capsys):
     assert finetune_transformers.main(["--tiny", *arguments]) == 2
     assert "finetune_transformers.py: " in capsys.readouterr().err
 
 
-def test_without_peft(monkeypatch, capsys):
+def test_lora_without_peft_says_what_to_install(monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else find(name, *a))
     assert finetune_transformers.main([*TINY, "--modes", "lora"]) == 2

@@ -27,13 +27,13 @@ def check(out: str, log: Path, processes: int) -> None:
     assert "of the bound" in out
 
 
-def test_one_process(tmp_path, monkeypatch, capsys):
+def test_one_process_trains_with_every_implementation(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert finetune_qwen3.main([*TINY, "--json", str(tmp_path / "log")]) == 0
     check(capsys.readouterr().out, tmp_path / "log", 1)
 
 
-def test_fsdp2_on_two_processes(tmp_path):
+def test_two_processes_train_with_fsdp2(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]  # at a free port
     command += [str(ROOT / "examples/finetune_qwen3.py"), *TINY, "--json", str(tmp_path / "log")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -42,7 +42,7 @@ def test_fsdp2_on_two_processes(tmp_path):
     check(done.stdout, tmp_path / "log", 2)
 
 
-def test_loss_in_pieces(monkeypatch):
+def test_the_loss_in_pieces_is_that_of_transformers(monkeypatch):
     """Value and gradient of Transformers' own loss, with ignored labels, for either count of tokens."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -59,6 +59,6 @@ def test_loss_in_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [["--experts", "smoe,fast"], ["--steps", "4"], ["--layers", "-1"]])
-def test_usage_errors(wrong, capsys):
+def test_a_usage_error_ends_with_status_2(wrong, capsys):
     assert finetune_qwen3.main(["--tiny", *wrong]) == 2
     assert "finetune_qwen3.py: " in capsys.readouterr().err

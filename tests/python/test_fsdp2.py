@@ -109,7 +109,7 @@ def alone(tmp_path_factory):
 
 
 @shards
-def test_two_then_four_processes(alone, tmp_path):
+def test_four_processes_resume_what_two_began(alone, tmp_path):
     """The second run has no --batch and must use the checkpoint's batch."""
     run = ["--steps", str(STEPS), "--out", str(tmp_path / "out")]
     status, said = train(tmp_path / "two", 2, TEXT, *RUN, *run, "--save-every", "4")
@@ -124,7 +124,7 @@ def test_two_then_four_processes(alone, tmp_path):
 
 
 @shards
-def test_eight_processes_profiled(alone, tmp_path):
+def test_eight_processes_have_the_losses_of_one(alone, tmp_path):
     """With recomputation of the layers, and with weights that stay gathered after the forward."""
     kind = ["--checkpoint", "full", "--zero", "2", "--profile", "2"]
     status, said = train(tmp_path, 8, TEXT, *RUN, "--steps", str(STEPS), *kind)
@@ -135,7 +135,7 @@ def test_eight_processes_profiled(alone, tmp_path):
 
 
 @shards
-def test_expert_parallelism(alone, tmp_path):
+def test_expert_parallelism_has_the_losses_of_one_process(alone, tmp_path):
     """Two processes that spread all experts; then four with two copies of them, whose checkpoint goes on without."""
     run = ["--steps", str(STEPS)]
     status, said = train(tmp_path / "two", 2, TEXT, *RUN, *run, "--ep", "2", "--checkpoint", "full")
@@ -157,7 +157,7 @@ def test_expert_parallelism(alone, tmp_path):
 
 @shards
 @pytest.mark.parametrize("function", ["rename", "replace"])
-def test_kill_while_saving(alone, tmp_path, function):
+def test_a_kill_while_saving_leaves_the_last_checkpoint(alone, tmp_path, function):
     """The run is killed before the complete folder gets its name, or before the link points to it."""
     run = [TEXT, *RUN, "--steps", str(STEPS), "--out", str(tmp_path / "out")]
     status, said = train(tmp_path / "a", 1, *run, "--save-every", "3", kill_at=(function, 6))
@@ -183,7 +183,7 @@ def smoe_train(folder, *arguments):
 
 
 @shards
-def test_losses_of_smoe_train(tmp_path):
+def test_losses_are_those_of_smoe_train(tmp_path):
     """The same weights and the same folder of text, with load-balance loss, in float32 and in bf16; and token files
     with the eager experts."""
     same = ["--seed", "7", "--batch", "4", "--lr", "0.004", "--balance", "0.01"]
@@ -241,7 +241,7 @@ USAGE = [  # arguments, part of the message
 
 
 @pytest.mark.parametrize("arguments, message", USAGE)
-def test_usage_errors(arguments, message, tmp_path, capsys):
+def test_a_usage_error_is_named_with_status_2(arguments, message, tmp_path, capsys):
     try:
         status = train_fsdp2.main([part.format(tmp_path) for part in arguments])
     except SystemExit as error:
@@ -253,8 +253,7 @@ def test_usage_errors(arguments, message, tmp_path, capsys):
     assert status == 2 and "train_fsdp2.py: " in said and message in said, said
 
 
-def test_init_of_another_model(tmp_path):
-    """A checkpoint with a feature that this model does not have must be refused."""
+def test_a_checkpoint_with_an_unknown_feature_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="olmoe", clip_qkv=8.0)))
     with pytest.raises(train_fsdp2.UsageError, match="clip_qkv is not supported"):
         train_fsdp2.models.Checkpoint(str(tmp_path))
@@ -289,7 +288,7 @@ def test_the_files_that_validate_are_those_of_smoe_train(tmp_path):
 
 
 @shards
-def test_failures(tmp_path):
+def test_a_failure_is_named_without_a_traceback(tmp_path):
     run = ["--device", "cpu", "--steps", "2"]
     (tmp_path / "short.bin").write_bytes(token_file(range(5))[:-2])
     (tmp_path / "short.txt").write_text("too short")
@@ -321,7 +320,7 @@ def test_failures(tmp_path):
 
 
 @shards
-def test_resuming_with_other_options(tmp_path):
+def test_a_resumed_run_has_the_options_of_its_command(tmp_path):
     """Weight decay and betas are those of the command that resumes, as the learning rate is."""
     out = tmp_path / "out"
     run = ["--device", "cpu", "--random", "--out", str(out)]
@@ -344,8 +343,7 @@ def test_resuming_with_other_options(tmp_path):
 
 
 @shards
-def test_torchrun(tmp_path):
-    """Started by torchrun, as users do. Resuming with another seed must be refused."""
+def test_torchrun_starts_it_and_another_seed_is_refused(tmp_path):
     script, out = str(ROOT / "examples/train_fsdp2.py"), str(tmp_path / "out")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]  # at a free port: tests may run side by side
     command += ["--nproc-per-node", "2", script, "--random", *RUN]

@@ -53,19 +53,19 @@ EXPERTS = ("x", "ids", "weights", "w1", "w2", "b1", "b2")
 
 @pytest.mark.parametrize("activation", GATED + PLAIN)
 @pytest.mark.parametrize("biases", [False, True])
-def test_experts_activations(layer, activation, biases):
+def test_experts_equal_the_reference_in_every_activation(layer, activation, biases):
     made = layer(gated=activation in GATED, biases=biases)
     compare(smoe.experts, reference.experts, pick(made, *EXPERTS), dict(activation=activation))
 
 
 @pytest.mark.parametrize("activation", GATED)
-def test_experts_interleaved(layer, activation):
+def test_interleaved_experts_equal_the_reference(layer, activation):
     made = layer(biases=True)
     compare(smoe.experts, reference.experts, pick(made, *EXPERTS), dict(activation=activation, layout="interleaved"))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_experts_ids(layer, dtype):
+def test_ids_of_no_expert_and_repeated_ids_are_skipped(layer, dtype):
     """Ids below 0 and ids from E on are skipped. If a token has equal ids, the first counts."""
     made = layer(K=3)
     ids = made["ids"].clone()
@@ -75,7 +75,7 @@ def test_experts_ids(layer, dtype):
     assert torch.all(smoe.experts(**pick(made, *EXPERTS))[5] == 0)
 
 
-def test_experts_bf16_within_eager_bf16(layer):
+def test_experts_in_bf16_are_about_as_exact_as_eager(layer):
     """The errors in bf16, against float64, must be at most 1.1 times those of eager PyTorch in bf16."""
     made = pick(layer(T=200, H=64, I=64, dtype=torch.bfloat16), *EXPERTS)
     (ours, mine), (eager, theirs) = run(smoe.experts, made, {}), run(reference.experts, made, {})
@@ -86,14 +86,13 @@ def test_experts_bf16_within_eager_bf16(layer):
         assert error(mine[name], exact[name]) <= 1.1 * error(theirs[name], exact[name]), name
 
 
-def test_experts_chunks_change_no_bit(layer):
+def test_chunks_of_experts_change_no_bit(layer):
     made = pick(layer(H=512, dtype=torch.bfloat16), *EXPERTS)
     (out, gradients), (chunked, others) = run(smoe.experts, made, {}), run(smoe.experts, made, dict(chunks=4))
     assert torch.equal(out, chunked) and all(torch.equal(gradients[n], others[n]) for n in gradients)
 
 
-def test_gradients_in_f32(layer):
-    """A parameter with grad_dtype float32 must get the float32 sums of the kernels."""
+def test_a_parameter_of_grad_dtype_f32_gets_the_f32_sums(layer):
     made = pick(layer(T=300, dtype=torch.bfloat16), *EXPERTS)
     _, exact = run(reference.experts, doubled(made), {})
     if not hasattr(torch.Tensor, "grad_dtype"):
@@ -116,7 +115,7 @@ def test_gradients_in_f32(layer):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("activation", ["swiglu", "swiglu_clamped", "relu2"])
-def test_rows(layer, weighted, dtype, activation):
+def test_rows_equal_the_reference_and_padding_has_no_effect(layer, weighted, dtype, activation):
     """Rows after the last offset contain NaN, which must have no effect on any result."""
     made = layer(gated=activation in GATED, biases=True)
     offsets = torch.tensor([0, 3, 3, 10, 10, 11, 30, 40, 41], dtype=dtype)
@@ -140,7 +139,7 @@ def test_rows(layer, weighted, dtype, activation):
     assert torch.all(again["rows"][41:] == 0)
 
 
-def test_top_1_of_dispatched_rows(layer):
+def test_dispatched_rows_with_top_1_equal_the_reference(layer):
     """The calls of expert-parallel code: K = 1, unit weights, ids that are not sorted; and a single dummy row."""
     made = layer(K=1)
     made["weights"] = torch.ones(48, 1)
@@ -183,7 +182,7 @@ ROUTERS = {
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("given", ["router_weight", "router_bias", "logits"])
-def test_moe(layer, router, given):
+def test_the_layer_equals_the_reference_with_every_router(layer, router, given):
     made = layer(K=2, biases=True)
     inputs = pick(made, "x", "router_weight", "w1", "w2", "b1", "b2")
     if given == "logits":
@@ -199,7 +198,7 @@ def test_moe(layer, router, given):
     assert torch.equal(found.counts, counts.int())
 
 
-def test_moe_stochastic_rounding(layer):
+def test_stochastic_rounding_follows_seed_and_step(layer):
     """The draws depend on seed and step: equal for an equal step, different for another. Every expert has the number of
     tokens below or above its count that is a multiple of the tile, those with the highest scores, and the results are
     those of these pairs."""
@@ -228,7 +227,7 @@ def test_moe_stochastic_rounding(layer):
     assert chosen == 1
 
 
-def test_moe_loss_gradients(layer):
+def test_coefficients_add_the_gradients_of_the_losses(layer):
     made = pick(layer(), "x", "router_weight", "w1", "w2")
 
     def ours(**a):
@@ -257,7 +256,7 @@ def _with_gradient(value, like):
     return _OneGradient.apply(value, like)
 
 
-def test_moe_bf16_logits(layer):
+def test_bf16_logits_get_a_bf16_gradient(layer):
     made = pick(layer(), "x", "w1", "w2") | dict(router_weight=None)
     order = torch.rand(48, 8).argsort(-1)  # no equal logits, of which the reference may choose another
     made["logits"] = (order / 2 - 2).bfloat16().requires_grad_()
@@ -267,7 +266,7 @@ def test_moe_bf16_logits(layer):
     close(gradients["logits"], exact["logits"], 0.02)
 
 
-def test_logits_dtype(layer):
+def test_logits_dtype_rounds_the_logits_of_the_router(layer):
     """The router's logits in bf16, with their gradient through the router."""
     made = pick(layer(dtype=torch.bfloat16), "x", "router_weight", "w1", "w2")
     found, gradients = run(smoe.moe, made, dict(top_k=8, logits_dtype=torch.bfloat16))
@@ -280,7 +279,7 @@ def test_logits_dtype(layer):
 
 
 @pytest.mark.parametrize("score", ["softmax_topk", "topk_softmax", "sigmoid"])
-def test_moe_bf16_within_eager_bf16(layer, score):
+def test_the_layer_in_bf16_is_about_as_exact_as_eager(layer, score):
     """The whole layer with bf16 tensors; every token has all experts, so that rounding changes no selection."""
     made = pick(layer(T=200, H=64, I=64, dtype=torch.bfloat16), "x", "router_weight", "w1", "w2")
     options = dict(top_k=8, score=score)
@@ -292,7 +291,7 @@ def test_moe_bf16_within_eager_bf16(layer, score):
         assert error(mine[name], exact[name]) <= 1.1 * error(theirs[name], exact[name]), name
 
 
-def test_rows_bf16_within_eager_bf16(layer):
+def test_rows_in_bf16_are_about_as_exact_as_eager(layer):
     made = layer(T=200, H=64, I=64, dtype=torch.bfloat16)
     inputs = dict(rows=made["x"], offsets=torch.tensor([0, 30, 30, 70, 100, 101, 150, 180, 190]), **pick(made, "w1", "w2"))
     (ours, mine), (eager, theirs) = run(smoe.experts_rows, inputs, {}), run(reference.experts_rows, inputs, {})
@@ -303,7 +302,7 @@ def test_rows_bf16_within_eager_bf16(layer):
         assert error(mine[name], exact[name]) <= 1.1 * error(theirs[name], exact[name]), name
 
 
-def test_update_selection_bias():
+def test_the_selection_bias_moves_towards_equal_counts():
     bias, counts = torch.zeros(4), torch.tensor([1, 9, 5, 5], dtype=torch.int32)
     smoe.update_selection_bias(bias, counts, 0.5)
     assert bias.tolist() == [0.5, -0.5, 0.0, 0.0]
@@ -313,7 +312,7 @@ def test_update_selection_bias():
 
 
 @pytest.mark.parametrize("entry", ["experts", "rows", "moe"])
-def test_no_tokens(layer, entry):
+def test_no_tokens_give_empty_output_and_zero_gradients(layer, entry):
     made = layer(T=0, biases=True)
     calls = {
         "experts": (smoe.experts, pick(made, *EXPERTS)),
@@ -352,8 +351,7 @@ FROZEN = [{"w1", "w2"}, {"x"}, {"weights"}, {"w1", "b1"}, {"w2"}, {"x", "w1", "w
 
 
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda f: "+".join(sorted(f)))
-def test_frozen(layer, frozen):
-    """If some tensors are frozen, the gradients of the others must have the same bits."""
+def test_freezing_tensors_keeps_the_bits_of_other_gradients(layer, frozen):
     made = pick(layer(biases=True), *EXPERTS)
     out, gradients = run(smoe.experts, made, {})
     some = {n: v.detach() if n in frozen else v for n, v in made.items()}
@@ -363,7 +361,7 @@ def test_frozen(layer, frozen):
 
 
 @pytest.mark.parametrize("frozen", [{"router_weight"}, {"router_weight", "router_bias", "w1", "w2"}, {"router_bias"}, {"x"}])
-def test_frozen_router(layer, frozen):
+def test_freezing_the_router_keeps_the_bits_of_other_gradients(layer, frozen):
     made = pick(layer(), "x", "router_weight", "w1", "w2") | dict(router_bias=torch.zeros(8).requires_grad_())
     call = lambda **a: smoe.moe(**a, top_k=2)
     _, gradients = run(call, made, {})
@@ -373,7 +371,7 @@ def test_frozen_router(layer, frozen):
 
 
 @pytest.mark.parametrize("options", [{}, {"score": "sigmoid"}, {"norm_topk_prob": True, "rounding": "nr_f", "tile": 8}])
-def test_token_mask(options):
+def test_masked_tokens_do_not_count_in_the_losses(options):
     """Losses, counts and the gradients of losses are those of a layer that has only the counted tokens; the output has
     the bits of a layer without a mask."""
     torch.manual_seed(0)

@@ -46,7 +46,7 @@ def in_f32(function):
     ],
 )
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_gates_without_values(name, function, interleaved):
+def test_gates_without_values_are_recognised(name, function, interleaved):
     found = _gates.recognise(halves(function, interleaved), gated=True)
     assert found == (name, "interleaved" if interleaved else "concatenated")
 
@@ -55,7 +55,7 @@ def test_gates_without_values(name, function, interleaved):
     (7.0, 1.702, 1.0, None), (10.0, 1.0, 0.0, None), (7.3, 1.5, 0.25, 2.0), (0.5, 1.0, -1.0, 0.25), (math.inf, 1.5, 0.0, 3.0),
 ])  # fmt: skip
 @pytest.mark.parametrize("wrap", [lambda f: f, in_f32])
-def test_clamped_gates(limit, alpha, offset, up_limit, wrap):
+def test_clamped_gates_are_recognised_with_their_values(limit, alpha, offset, up_limit, wrap):
     found = _gates.recognise(halves(wrap(clamped(limit, alpha, offset, up_limit))), gated=True)
     assert found == (smoe.Gate("swiglu_clamped", limit, up_limit or limit, alpha, offset), "concatenated")
 
@@ -68,7 +68,7 @@ def test_a_clamp_after_the_curve_is_a_clamp_before_it():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, in_f32])
-def test_capped_gates(wrap):
+def test_capped_gates_are_recognised_with_their_values(wrap):
     found = _gates.recognise(halves(wrap(capped(4.0, 25.0)), True), gated=True)
     assert found == (smoe.Gate("swiglu_capped", 4.0, 25.0, 1.0, 0.0), "interleaved")
 
@@ -76,7 +76,7 @@ def test_capped_gates(wrap):
 @pytest.mark.parametrize("name, function", [
     ("silu", F.silu), ("gelu", F.gelu), ("relu", F.relu), ("relu2", lambda h: F.relu(h).square()),
 ])  # fmt: skip
-def test_activations_without_gate(name, function):
+def test_activations_without_a_gate_are_recognised(name, function):
     assert _gates.recognise(function, gated=False).activation == name
 
 
@@ -142,7 +142,7 @@ def results(experts):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_classes_with_a_gate_of_their_own(name, caplog):
+def test_classes_with_a_gate_of_their_own_equal_eager(name, caplog):
     wanted = results(of_transformers(name, "eager"))
     experts = of_transformers(name, "smoe")
     activation, _, reason = smoe.transformers._math_of(experts)
@@ -180,7 +180,7 @@ def test_a_gate_with_a_weight_is_refused():
     assert activation is None and "weights of its own" in reason
 
 
-def test_compiled():
+def test_compiled_experts_have_the_same_bits():
     experts = of_transformers("glm5_next", "smoe")
     for found, want in zip(results(torch.compile(experts, fullgraph=True, backend="aot_eager")), results(experts)):
         assert torch.equal(found, want)

@@ -81,7 +81,7 @@ def updates(first, second, optimizer, folder):
 
 
 @pytest.mark.parametrize("optimizer", ["fused", "foreach", "plain"])
-def test_resume_with_another_implementation(optimizer, tmp_path):
+def test_a_run_resumes_with_another_implementation(optimizer, tmp_path):
     options = dict(foreach=False) if optimizer == "plain" else {optimizer: True}
     wanted = updates("eager", "eager", options, tmp_path / "states")
     for first, second in (("eager", "smoe"), ("smoe", "eager"), ("grouped_mm", "smoe"), ("smoe", "smoe")):
@@ -102,7 +102,7 @@ def test_writes_through_data_are_seen():
 
 
 @pytest.mark.parametrize("ids", [[[3, 1], [0, 3]], [[3, 8], [-1, 2]], [[5, 5], [5, 1]]])
-def test_few_tokens(ids, calls):
+def test_few_tokens_copy_their_experts_alone(ids, calls):
     """Without gradients the experts of few tokens alone are copied. Ids that a rank does not have, and an id that its token
     has twice, are skipped as ever."""
     experts = tiny("gpt_oss").model.layers[0].mlp.experts
@@ -147,7 +147,7 @@ def shard(rank, address, results):
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU")
-def test_fsdp2(tmp_path):
+def test_gradients_under_fsdp2_are_those_of_eager(tmp_path):
     torch.multiprocessing.spawn(shard, (tmp_path / "store", tmp_path / "result"), nprocs=2)
     found = torch.load(f"{tmp_path / 'result'}.0")
     for name, wanted in found["eager"].items():
@@ -176,7 +176,7 @@ def test_prepare_keeps_the_values(tmp_path):
 
 
 @pytest.mark.parametrize("switch", ["before a step", "after a step"])
-def test_prepare_while_it_trains(switch):
+def test_training_goes_on_after_prepare(switch):
     """A fused optimizer on the CPU reads weights, gradients and states in memory order. All of them must change together."""
     found = {}
     for second in ("eager", "smoe"):
@@ -193,7 +193,7 @@ def test_prepare_while_it_trains(switch):
     assert error(found["smoe"], found["eager"]) < 1e-4
 
 
-def test_prepare_in_inference_mode():
+def test_prepare_in_inference_mode_leaves_weights_trainable():
     """The call changes the order of the weights. It must not make inference tensors of them, which no backward can use."""
     model, eager = tiny("gpt_oss"), tiny("gpt_oss")
     model.set_experts_implementation("smoe")
@@ -204,7 +204,7 @@ def test_prepare_in_inference_mode():
         assert error(found[name], value) < 1e-4, name
 
 
-def test_made_in_inference_mode():
+def test_a_model_made_in_inference_mode_runs_outside_of_it():
     """Its weights are inference tensors before and after their order changes, so a later call outside of this mode works."""
     with torch.inference_mode():
         model, eager = tiny("gpt_oss"), tiny("gpt_oss")

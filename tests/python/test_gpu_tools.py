@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_share_of_one_gpu(tmp_path):
+def test_a_share_below_95_percent_of_one_gpu_fails(tmp_path):
     """The first two lines of a log do not count; 0.95 of as many single GPUs is enough, less is not."""
     for name, rate in (("one", 100.0), ("enough", 381.0), ("less", 379.0)):
         lines = [1.0, 1.0, rate, rate - 1, rate + 1]
@@ -18,8 +18,8 @@ def test_share_of_one_gpu(tmp_path):
     assert [run.returncode for run in done] == [0, 1] and "each of 4: 0.95" in done[0].stdout
 
 
-def test_compare_losses(tmp_path):
-    """Means over lines compare the curves. A single loss that is off does not count, a curve that is off does."""
+def test_means_over_lines_compare_the_curves(tmp_path):
+    """A single loss that is off does not count, a curve that is off does."""
     smooth = [3 - i / 30 for i in range(30)]
     curves = {"smooth": smooth, "one": [1.02 * x if i == 7 else x for i, x in enumerate(smooth)]}
     curves |= {"higher": [x * (1.015 if i >= 10 else 1) for i, x in enumerate(smooth)], "short": smooth[:4]}

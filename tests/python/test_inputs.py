@@ -123,7 +123,7 @@ CASES += [(smoe.experts_rows, good_rows, *case) for case in ROWS] + [(smoe.moe, 
 
 
 @pytest.mark.parametrize("function, given, change, kind, text", CASES, ids=lambda value: value if type(value) is str else "")
-def test_bad_input(function, given, change, kind, text, capfd):
+def test_a_bad_argument_is_named_and_nothing_is_printed(function, given, change, kind, text, capfd):
     arguments = given()
     function(**arguments)
     with pytest.raises(kind, match=text) as caught:
@@ -132,7 +132,7 @@ def test_bad_input(function, given, change, kind, text, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_update_selection_bias_input():
+def test_update_selection_bias_names_a_bad_argument():
     bias, counts = torch.zeros(E), torch.zeros(E, dtype=torch.int32)
     with pytest.raises(TypeError, match="counts has dtype torch.int64"):
         smoe.update_selection_bias(bias, counts.long(), 0.1)
@@ -145,12 +145,12 @@ def test_update_selection_bias_input():
         smoe.update_selection_bias(bias, counts, float("nan"))
 
 
-def test_under_autocast():
+def test_a_bad_argument_is_named_under_autocast():
     with torch.autocast("cpu"), pytest.raises(TypeError, match="smoe.experts: w1 is a list; expected a torch.Tensor"):
         smoe.experts(**(good() | dict(w1=[1])))
 
 
-def test_unknown_names():
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'expert'"):
         smoe.expert
 
@@ -181,12 +181,12 @@ MODULE = [
 
 
 @pytest.mark.parametrize("change, kind, text", MODULE)
-def test_module(change, kind, text):
+def test_the_module_names_a_bad_option(change, kind, text):
     with pytest.raises(kind, match=text):
         smoe.MoE(**(dict(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K) | change))
 
 
-def test_input_of_the_module():
+def test_the_module_names_a_bad_input():
     layer = smoe.MoE(H, I, E, K)
     layer(torch.randn(T, H))
     with pytest.raises(TypeError, match="smoe.MoE: x is a NoneType; expected a torch.Tensor"):

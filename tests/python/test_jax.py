@@ -56,7 +56,7 @@ def compare(ours, theirs, arguments, names, tolerance=1e-4):
 
 
 @pytest.mark.parametrize("biases", [False, True])
-def test_experts(biases):
+def test_experts_equal_a_dense_layer(biases):
     given = made()
     del given["router_weight"]
     if not biases:
@@ -68,7 +68,7 @@ def test_experts(biases):
     assert jnp.array_equal(eager, jax.jit(smoe.jax.experts)(**given))
 
 
-def test_experts_rows():
+def test_rows_equal_a_dense_layer():
     given = made()
     offsets = jnp.array([0, 3, 3, 10, 10, 11, 30, 35, 37], jnp.int32)
     of_row = jnp.searchsorted(offsets[1:], jnp.arange(T), side="right")
@@ -83,7 +83,7 @@ def test_experts_rows():
 
 
 @pytest.mark.parametrize("options", [{}, dict(norm_topk_prob=True), dict(score="topk_softmax")])
-def test_moe(options):
+def test_the_layer_equals_a_dense_layer(options):
     given = {name: value for name, value in made().items() if name in ("x", "router_weight", "w1", "w2")}
     ours = lambda **a: smoe.jax.moe(**a, top_k=K, **options)[0]
 
@@ -101,7 +101,7 @@ def test_moe(options):
     compare(ours, theirs, given, list(given))
 
 
-def test_moe_losses():
+def test_the_losses_equal_their_formulas():
     given = {name: value for name, value in made().items() if name in ("x", "router_weight", "w1", "w2")}
     _, losses = jax.jit(lambda **a: smoe.jax.moe(**a, top_k=K))(**given)
     logits = given["x"] @ given["router_weight"].T
@@ -112,9 +112,8 @@ def test_moe_losses():
 
 
 @pytest.mark.parametrize("options", [{}, dict(norm_topk_prob=True), dict(score="sigmoid"), dict(rounding="up", tile=8)])
-def test_gradient_of_the_losses(options):
-    """The gradient that reaches the losses is that of the same coefficients. (test_sigmoid_with_coefficients compares those
-    with a dense layer.)"""
+def test_the_losses_gradient_is_that_of_coefficients(options):
+    """test_sigmoid_with_coefficients_equals_a_dense_layer compares that of coefficients with a dense layer."""
     given = {name: value for name, value in made().items() if name in ("x", "router_weight", "w1", "w2")}
 
     def through_losses(given):
@@ -134,8 +133,7 @@ def test_gradient_of_the_losses(options):
 
 
 @pytest.mark.parametrize("activation", ["relu2", "geglu_tanh"])
-def test_layouts_and_activations(activation):
-    """Interleaved rows of w1, an activation with and one without a gate."""
+def test_interleaved_and_plain_experts_equal_a_dense_layer(activation):
     gated, given = activation == "geglu_tanh", made()
     arguments = {name: given[name] for name in ("x", "ids", "weights", "w1", "w2")}
     arguments["w1"] = given["w1"] if gated else given["w1"][:, :I]
@@ -151,7 +149,7 @@ def test_layouts_and_activations(activation):
     compare(ours, theirs, arguments, ["x", "weights", "w1", "w2"])
 
 
-def test_sigmoid_with_coefficients():
+def test_sigmoid_with_coefficients_equals_a_dense_layer():
     """Sigmoid scores with a selection bias, renormalised and scaled; the backward adds the losses' gradients."""
     given = {name: value for name, value in made().items() if name in ("x", "router_weight", "w1", "w2")}
     bias = jnp.linspace(-0.3, 0.3, E)
@@ -176,7 +174,7 @@ def test_sigmoid_with_coefficients():
     compare(ours, theirs, given, list(given))
 
 
-def test_rounding_and_chunks():
+def test_rounding_down_drops_pairs_and_chunks_change_no_bit():
     """Rounding down to whole tiles is plain top-K without the pairs that it drops; chunks change no bit."""
     given = {name: value for name, value in made().items() if name in ("x", "router_weight", "w1", "w2")}
     p = jax.nn.softmax(given["x"] @ given["router_weight"].T)
@@ -195,7 +193,7 @@ def test_rounding_and_chunks():
     assert jnp.array_equal(run(1), run(4))
 
 
-def test_bf16():
+def test_experts_in_bf16_are_near_float32():
     given = made(jnp.bfloat16)
     arguments = {name: given[name] for name in ("x", "ids", "weights", "w1", "w2")}
     as_float = {name: value.astype(jnp.float32) if value.dtype == jnp.bfloat16 else value for name, value in arguments.items()}
@@ -204,7 +202,7 @@ def test_bf16():
     assert out.dtype == jnp.bfloat16 and jnp.linalg.norm(out - exact) < 0.02 * jnp.linalg.norm(exact)
 
 
-def test_scan_over_layers():
+def test_a_scan_over_layers_has_the_gradients_of_a_dense_layer():
     """XLA stacks and slices the residuals of a scan, so that the backward gets them at other addresses."""
     given, layers = made(), 5
     stack = lambda name: jnp.stack([given[name] * (1 + 0.1 * layer) for layer in range(layers)])
@@ -220,7 +218,7 @@ def test_scan_over_layers():
         assert jnp.linalg.norm(ours[name] - theirs[name]) < 1e-4 * jnp.linalg.norm(theirs[name])
 
 
-def test_bad_input():
+def test_wrong_weights_and_top_k_are_refused():
     given = made()
     with pytest.raises(ValueError, match=r"w1 has shape \(8, 16, 32\); expected \(8, 32, 32\)"):
         smoe.jax.experts(given["x"], given["ids"], given["weights"], given["w1"][:, :I], given["w2"])
@@ -230,7 +228,7 @@ def test_bad_input():
         smoe.jax.moe(given["x"], given["router_weight"], given["w1"], given["w2"], top_k=9)
 
 
-def test_wrong_shapes_and_dtypes():
+def test_wrong_shapes_dtypes_and_options_are_refused():
     """Arguments with which the library would access memory past a buffer's end, or read numbers as another type."""
     given, half = made(), jnp.bfloat16
     router, biases = given["router_weight"], dict(b1=given["b1"], b2=given["b2"])
@@ -265,7 +263,7 @@ def test_wrong_shapes_and_dtypes():
             call()
 
 
-def test_selection_bias_of_another_dtype():
+def test_a_bf16_selection_bias_gives_the_bits_of_float32():
     given, bias = made(), jnp.linspace(0, 1, E)
     call = lambda bias: smoe.jax.moe(
         given["x"], given["router_weight"], given["w1"], given["w2"], top_k=K, score="sigmoid", selection_bias=bias
@@ -274,7 +272,7 @@ def test_selection_bias_of_another_dtype():
     assert jnp.array_equal(call(half), call(half.astype(jnp.float32)))
 
 
-def test_without_the_handlers_library(tmp_path):
+def test_a_missing_library_of_handlers_is_an_import_error(tmp_path):
     """A folder with libsmoe.so but without libsmoe_xla.so, as `cmake --install` makes it."""
     alone = tmp_path / "libsmoe.so"
     alone.symlink_to(smoe.native.path.resolve())
@@ -288,14 +286,14 @@ def test_without_the_handlers_library(tmp_path):
     assert found.returncode == 1 and "ImportError: smoe.jax: the XLA handlers" in found.stderr, found.stderr
 
 
-def test_no_tokens():
+def test_no_tokens_give_an_empty_output():
     given = made(T=0)
     out, losses = smoe.jax.moe(given["x"], given["router_weight"], given["w1"], given["w2"], top_k=K)
     assert out.shape == (0, H) and losses.tolist() == [0, 0]
     assert smoe.jax.experts(*(given[name] for name in ("x", "ids", "weights", "w1", "w2"))).shape == (0, H)
 
 
-def test_vmap():
+def test_vmap_over_tokens_has_the_gradients_of_a_dense_layer():
     """vmap over batches of tokens and ids, with the weights of one layer and their gradients."""
     given, batch = made(), 3
     x = jnp.stack([given["x"] * (1 + index) for index in range(batch)])
@@ -331,7 +329,7 @@ SHARDED = {  # what runs on each device, on all devices as one, the specs of x, 
 
 @pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize("check", [True, False])
-def test_shard_map(name, check):
+def test_a_sharded_layer_has_the_gradients_of_one_device(name, check):
     """The layer over two devices: its gradients are those of one device. `check` is JAX's default."""
     part, all, inputs, output = SHARDED[name]
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
@@ -389,7 +387,7 @@ VALUES = {
 }  # fmt: skip
 
 
-def test_token_mask():
+def test_masked_tokens_do_not_count_in_the_losses():
     """Losses and their gradient are those of a layer that has only the counted tokens."""
     keys = jax.random.split(jax.random.key(0), 5)
     x, router = jax.random.normal(keys[0], (40, 16)), jax.random.normal(keys[1], (8, 16))

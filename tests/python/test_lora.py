@@ -58,7 +58,7 @@ def factors(layer, r1, r2, dtype=torch.float32, seed=3):
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("ranks", [(8, 8), (16, 64), (3, 12)])
 @pytest.mark.parametrize("adapters", [1, 2])
-def test_functional(layer, layout, ranks, adapters):
+def test_adapters_equal_merged_weights(layer, layout, ranks, adapters):
     given = layer(biases=True)
     lora = [smoe.LoRA(*factors(given, *ranks, seed=i), 2.0, 0.25 + i) for i in range(adapters)]
     x, ids, weights, b1, b2 = (given[name] for name in ("x", "ids", "weights", "b1", "b2"))
@@ -75,7 +75,7 @@ def test_functional(layer, layout, ranks, adapters):
         assert torch.equal(smoe.experts(x, ids, weights, given["w1"], given["w2"], b1=b1, b2=b2, layout=layout, lora=lora), out)
 
 
-def test_one_weight_alone_and_bf16(layer):
+def test_adapters_in_bf16_and_of_one_weight_are_near_merged_ones(layer):
     given = layer(dtype=torch.bfloat16)
     a1, b1, a2, b2 = factors(given, 8, 8)  # float32 factors beside bf16 weights, as PEFT has them
     x, ids, weights, w1, w2 = (given[name].detach() for name in ("x", "ids", "weights", "w1", "w2"))
@@ -90,7 +90,7 @@ def test_one_weight_alone_and_bf16(layer):
         assert error(out, merged) < 2e-2 and all(a.dtype == torch.float32 and error(a, b) < 3e-2 for a, b in zip(found, exact))
 
 
-def test_wrong_arguments(layer):
+def test_a_wrong_argument_is_named(layer):
     given = layer()
     a1, b1, a2, b2 = factors(given, 8, 8)
     names = ("x", "ids", "weights", "w1", "w2")
@@ -114,7 +114,7 @@ def test_wrong_arguments(layer):
         call(smoe.LoRA(a1, b1), gradient_dtype=torch.float32)
 
 
-def test_nothing_as_large_as_a_weight(layer):
+def test_no_tensor_as_large_as_a_weight_is_made(layer):
     given = layer(T=4, H=64, I=64, E=16)
     lora = smoe.LoRA(*factors(given, 2, 2))
     x, weights, w1, w2 = given["x"], given["weights"], given["w1"].detach(), given["w2"].detach()
@@ -124,7 +124,7 @@ def test_nothing_as_large_as_a_weight(layer):
     assert w1.grad is None and w2.grad is None
 
 
-def test_twice_and_again(layer):
+def test_a_second_backward_has_the_same_bits_and_a_third_raises(layer):
     given = layer()
     lora = smoe.LoRA(*factors(given, 8, 8))
     out = smoe.experts(*[given[name] for name in ("x", "ids", "weights", "w1", "w2")], lora=lora).square().sum()
@@ -162,7 +162,7 @@ def plain_dropout(x, given, lora, kept):
 
 
 @pytest.mark.parametrize("adapters", [1, 2])
-def test_dropout(layer, adapters):
+def test_dropout_equals_masked_rows_in_plain_pytorch(layer, adapters):
     given = layer()
     lora, call = with_dropout(given, adapters)
     sources = [given["x"], *(factor for one in lora for factor in one[:4])]
@@ -192,7 +192,7 @@ def test_dropout_is_drawn_by_pytorch(layer):
 
 
 @pytest.mark.parametrize("way", ["reentrant", "checkpoint", "compile"])
-def test_dropout_again(layer, way):
+def test_a_recomputed_forward_has_the_same_mask(layer, way):
     """A checkpoint computes the forward again, with the same mask; a compiled function calls smoe.experts as it is."""
     given = layer()
     lora, call = with_dropout(given, 2)
@@ -222,7 +222,7 @@ def _gradients(out, sources):
     return [source.grad for source in sources]
 
 
-def test_gradient_scaler(layer):
+def test_a_gradient_scaler_changes_no_gradient(layer):
     """Factors in float32 under a GradScaler: the same gradients, and a step with an infinite gradient is left out."""
     given = layer()
     lora, call = with_dropout(given, 1, (0.0,))
@@ -269,7 +269,7 @@ def near(found, exact, tolerance=2e-5):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_peft(name, calls, builds):
+def test_adapted_models_have_the_gradients_of_peft(name, calls, builds):
     model = adapt(name)
     exact = run(model, "eager")
     assert len(exact) == 1 + 4 * sum(type(m).__name__.endswith("Experts") for m in model.modules()) and not calls and builds
@@ -282,14 +282,14 @@ def test_peft(name, calls, builds):
 
 
 @pytest.mark.parametrize("more", [dict(use_rslora=True), dict(r=8, lora_alpha=8), dict(r=64), dict(r=5)])
-def test_ranks_and_scalings(more, builds):
+def test_every_rank_and_scaling_has_the_gradients_of_peft(more, builds):
     model = adapt("qwen3_moe", **more)
     exact = run(model, "eager")
     builds.clear()
     assert near(run(model, "smoe"), exact) and not builds
 
 
-def test_one_parameter_alone(builds):
+def test_one_adapted_parameter_has_the_gradients_of_peft(builds):
     for targets in (["experts.gate_up_proj"], ["experts.down_proj"]):
         model = adapt("olmoe", target_parameters=targets)
         exact = run(model, "eager")
@@ -297,7 +297,7 @@ def test_one_parameter_alone(builds):
         assert near(run(model, "smoe"), exact) and not builds
 
 
-def test_several_adapters(builds):
+def test_several_adapters_have_the_gradients_of_peft(builds):
     model = adapt("olmoe", r=4)
     adapt("olmoe", model, seed=6, adapter="other", r=6)
     for active in ("other", "default", ["default", "other"]):
@@ -308,7 +308,7 @@ def test_several_adapters(builds):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_merge_unmerge_save_load(name, tmp_path, builds):
+def test_merging_saving_and_loading_keep_the_results(name, tmp_path, builds):
     model = adapt(name)
     found = run(model, "smoe")
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -338,7 +338,7 @@ def test_state_stays_pefts():
 
 
 @pytest.mark.parametrize("more, text", [(dict(use_dora=True), "use_dora"), (dict(lora_dropout=0.1), "lora_dropout"), (dict(lora_bias=True), "lora_bias")])
-def test_what_peft_refuses(more, text):
+def test_dora_dropout_and_bias_are_refused(more, text):
     with pytest.raises(ValueError, match=text):
         adapt("olmoe", **more)
 
@@ -354,7 +354,7 @@ def test_no_weight_is_built():
         assert (seen.largest >= weight.numel()) == builds_it
 
 
-def test_experts_that_smoe_does_not_compute(calls, builds):
+def test_experts_that_smoe_does_not_compute_run_as_pefts(calls, builds):
     """An activation that smoe lacks: PEFT's own way, with the result of eager."""
     model = adapt("olmoe")
     for module in model.modules():
@@ -367,7 +367,7 @@ def test_experts_that_smoe_does_not_compute(calls, builds):
 
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("options", [dict(), dict(score="sigmoid", selection_bias=True, rounding="nr_f", tile=8), dict(bias=True, activation="geglu")])
-def test_smoe_moe(layout, options, calls, builds, monkeypatch):
+def test_adapters_of_the_module_give_the_results_of_peft(layout, options, calls, builds, monkeypatch):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -396,7 +396,7 @@ def test_smoe_moe(layout, options, calls, builds, monkeypatch):
     assert near(found, step()) and set(MODELS) >= set(NAMES)
 
 
-def test_peft_imported_later():
+def test_peft_may_be_imported_later():
     """`import peft` after `import smoe.transformers`: the first call builds the weights, and no later one."""
     import subprocess
     import sys

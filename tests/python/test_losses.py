@@ -37,7 +37,7 @@ def error(found, wanted):
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("logits", [False, True])
-def test_reference(layer, router, logits):
+def test_gradients_of_the_losses_equal_the_reference(layer, router, logits):
     made = {name: layer()[name] for name in NAMES}
     if logits:
         made |= dict(logits=(made["x"] @ made["router_weight"].T).detach().requires_grad_(), router_weight=None)
@@ -47,7 +47,7 @@ def test_reference(layer, router, logits):
         assert error(a, b) < 1e-5, name
 
 
-def test_the_losses_alone(layer):
+def test_the_losses_alone_have_a_gradient(layer):
     """The output has no gradient then. With the options' coefficients both gradients add up."""
     made = {name: layer()[name] for name in NAMES}
     leaves = made["x"], made["router_weight"]
@@ -80,8 +80,7 @@ def test_second_derivatives_are_refused(layer):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scaled_and_accumulated(dtype):
-    """With a gradient scaler and two micro-batches the balance loss keeps its weight beside the rest of the loss."""
+def test_scaling_and_accumulation_keep_the_weight_of_a_loss(dtype):
     scaled_and_accumulated("cpu", dtype)
 
 
@@ -107,7 +106,7 @@ def scaled_and_accumulated(device, dtype):
 
 
 @pytest.mark.parametrize("given", ["router_weight", "logits"])
-def test_compiled(layer, given):
+def test_compiled_losses_have_the_same_gradients(layer, given):
     torch._dynamo.reset()
     made = {name: layer()[name] for name in NAMES}
     if given == "logits":

@@ -74,7 +74,7 @@ def test_layouts_have_different_names_when_sharded(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 7, 32)])
-def test_output_is_the_layers(shape):
+def test_the_output_equals_the_reference_for_any_shape(shape):
     torch.manual_seed(0)
     moe, x = smoe.MoE(32, 16, 8, 2, norm_topk_prob=True, initializer_range=0.3), torch.randn(shape)
     weights = (moe.gate.weight, moe.experts.gate_up_proj, moe.experts.down_proj)
@@ -112,7 +112,7 @@ def test_the_selection_bias_stays_float32():
     assert not torch.equal(moe.gate.e_score_correction_bias, before)
 
 
-def test_reset_after_meta():
+def test_reset_parameters_sets_every_tensor_after_meta():
     """reset_parameters must set the selection bias too, because to_empty leaves arbitrary values in all tensors."""
     with torch.device("meta"):
         moe = smoe.MoE(32, 16, 8, 2, score="sigmoid", selection_bias=True, bias=True)
@@ -124,12 +124,11 @@ def test_reset_after_meta():
         assert torch.all(value == 0) == name.endswith("bias") and value.abs().max() < 1, name
 
 
-def test_repr():
+def test_repr_names_sizes_and_options():
     assert "hidden_size=32, intermediate_size=16, num_experts=8, top_k=2, tile=64" in repr(smoe.MoE(32, 16, 8, 2, tile=64))
 
 
-def test_names_of_hugging_face():
-    """smoe.moe and smoe.MoE take both names of an option, and neither takes a third."""
+def test_options_have_two_names_and_no_third():
     ours = dict(renormalize=True, groups=4, groups_kept=2, route_scale=2.5)
     theirs = dict(norm_topk_prob=True, n_group=4, topk_group=2, routed_scaling_factor=2.5)
     x, router, w1, w2 = torch.randn(9, 16), torch.randn(8, 16), torch.randn(8, 16, 16), torch.randn(8, 16, 8)

@@ -172,7 +172,7 @@ def test_a_library_that_does_not_load_is_named(missing):
     assert done.returncode != 0 and f"ImportError: smoe: the C library {missing} does not load" in done.stderr
 
 
-def test_a_machine_with_many_processors(monkeypatch):
+def test_a_context_has_at_most_512_threads(monkeypatch):
     asked = []
     create = lambda context, options: asked.append(options._obj.threads) or 0
     monkeypatch.setattr(native, "library", SimpleNamespace(smoe_create=create))

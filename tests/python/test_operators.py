@@ -79,7 +79,7 @@ def test_logits_are_kept_only_if_read(options, read, given):
 
 
 @pytest.mark.parametrize("rounding", ["none", "nr_f", "sr_f", "nr_s", "balance_f", "up", "down"])
-def test_bound_of_saved(rounding):
+def test_the_bound_of_saved_is_never_too_small(rounding):
     """The affine bound must not be below the size that the library asks for (smoe itself checks this at every new
     shape). With 24576 tokens it must be at most 0.1 % and 4096 bytes above that size."""
     context = _context.context_of(torch.empty(0))
@@ -128,7 +128,7 @@ def test_no_file_is_entered_twice(entry):
     assert all(len(set(way)) == len(way) for way in ways), ways
 
 
-def test_chunks_of_a_large_backward():
+def test_a_large_backward_that_overwrites_has_two_chunks():
     """If dX~ is larger than 1 GiB, a backward that overwrites `saved` must have at least two chunks. All other calls
     must have the given number."""
     context = _context.context_of(torch.empty(0))
@@ -139,7 +139,7 @@ def test_chunks_of_a_large_backward():
         assert call.describe(context, True, reuse=True).layer.chunks == chunks
 
 
-def test_packed_arguments():
+def test_arguments_are_packed_into_their_fields():
     """Every value must be packed into its named field; all other fields must be zero."""
     structs = {native.ForwardArgs: ("pack_forward", "pack_moe_forward"), native.BackwardArgs: ("pack_backward", "pack_moe_backward")}
     for layout, packers in structs.items():
@@ -157,7 +157,7 @@ def test_packed_arguments():
         assert not {"logits", "router_weight", "dlogits"} & named[0]
 
 
-def test_fake_tensors():
+def test_fake_tensors_have_the_shapes_of_real_ones():
     """Fake tensors in eager mode, and with a symbolic number of tokens in a traced graph."""
     def both(x, ids, weights, w1, w2):
         out = smoe.experts(x, ids, weights, w1, w2)
@@ -185,7 +185,7 @@ SAVED_BYTES = {  # what the backward keeps besides x, w1, w2 and `saved`
 
 
 @pytest.mark.parametrize("entry", SAVED_BYTES)
-def test_saved_bytes(entry):
+def test_the_backward_keeps_only_what_it_reads(entry):
     """The backward must keep only X, the weights, ids, logits that it reads, and `saved`, whose size is that of
     smoe_query_sizes and some padding."""
     kept = {}

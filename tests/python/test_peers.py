@@ -23,7 +23,7 @@ TINY = suites.TINY[0]
 # ---- suites ----
 
 
-def test_suites():
+def test_a_suite_has_its_shapes():
     paper = suites.choose(EVERY, "paper")
     assert len(paper) == 12 and paper[3] == suites.Shape("paper", "7B-n256", 24576, 1536, 256, 128, 8)
     assert paper[3].flops == 6 * 24576 * 1536 * 256 * 8
@@ -34,7 +34,7 @@ def test_suites():
     assert not {"small", "tiny"} & {shape.suite for shape in suites.choose(EVERY, "all")}
 
 
-def test_shapes_by_name_and_size():
+def test_shapes_are_chosen_by_name_and_size():
     assert [s.name for s in suites.choose(EVERY, "", "7B-n256,30B-n512")] == ["7B-n256", "30B-n512"]
     assert [s.T for s in suites.choose(EVERY, "rounding", "Qwen3-Next-80B-A3B")] == [16384]
     assert suites.choose(EVERY, thieks=["5,64,32,8,2"])[0][1:] == ("5x64x32x8x2", 5, 64, 32, 8, 2)
@@ -50,12 +50,12 @@ def test_shapes_by_name_and_size():
         (("", "", ["5,64,x,8,2"]), "five positive integers"),
     ],
 )
-def test_unknown_shapes(arguments, message):
+def test_an_unknown_shape_is_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         suites.choose(EVERY, *arguments)
 
 
-def test_one_list_of_names():
+def test_every_list_of_names_is_the_same():
     assert set(run.PEERS) == set(implementations.ALL) and set(peers.MODELS) == set(step.MODELS)
     assert peers.ROUTINGS == inputs.ROUTINGS
     for implementation in implementations.ALL.values():
@@ -169,7 +169,7 @@ def timed(peer, forward, backward, mine=(2.0, 4.0), **more):
     return a_record(peer, smoe=smoe, **times, **more)
 
 
-def test_ratio_and_geometric_mean():
+def test_a_ratio_needs_two_positive_times():
     record = timed("sonicmoe", 3.0, 5.0)
     assert tables.ratio(record, "forward") == (1.5, None) and tables.ratio(record, "both").value == pytest.approx(8 / 6)
     assert tables.ratio(record, "inference") is None
@@ -195,7 +195,7 @@ def test_a_ratio_is_of_the_same_round():
     assert forward.error == pytest.approx(1.2533 * 0.4 / 1.349 / 3**0.5) and str(forward) == "1.200 ± 0.215"
 
 
-def test_a_backward_with_times_of_its_own():
+def test_a_backwards_own_times_make_its_ratio():
     """The forward alone may run at another clock than in `both`, so the difference would be another time."""
     record = timed("sonicmoe", 3.0, 6.0, (1.0, 2.0))
     record = in_rounds(record, ([1.0, 1.0], [9.0, 9.0]), ([1.0, 1.0], [5.0, 5.0]))
@@ -204,7 +204,7 @@ def test_a_backward_with_times_of_its_own():
     assert tables.ratio(record, "backward") == (1.5, 0.0)
 
 
-def test_negative_backwards_of_single_rounds():
+def test_negative_backwards_count_in_the_median():
     """No round is left out, so the median is the middle of all of them."""
     ratio = lambda theirs, mine: tables.ratio(
         in_rounds(timed("x", 1.0, 1.0), ([0.0] * 3, theirs), ([0.0] * 3, mine)), "backward")  # fmt: skip
@@ -213,14 +213,14 @@ def test_negative_backwards_of_single_rounds():
     assert ratio([2.0, 3.0, 4.0], [1.0, -1.0, -1.0]) is None and ratio([-2.0, -3.0, 4.0], [1.0] * 3) is None
 
 
-def test_standard_error_of_a_mean():
+def test_errors_of_ratios_make_the_error_of_their_mean():
     known = [tables.Ratio(1.0, 0.03), tables.Ratio(4.0, 0.16)]
     mean = tables.mean_of(known)
     assert mean.value == pytest.approx(2) and mean.error == pytest.approx(2 * math.hypot(0.03, 0.04) / 2)
     assert tables.mean_of([*known, tables.Ratio(1.0, None)]).error is None
 
 
-def test_rounds_in_which_both_had_their_turn():
+def test_rounds_count_in_which_both_had_their_turn():
     whole = {"smoe forward": 1.0, "smoe both": 3.0, "x forward": 1.5, "x both": 4.0}
     rounds = [whole, {"smoe forward": 9.0, "smoe both": 9.0}]
     assert run.in_rounds(rounds, "x", "smoe", 2.0) == {"both": [8.0], "forward": [3.0]}
@@ -245,7 +245,7 @@ def test_a_peers_best_tuning_counts():
     assert tables.best(own, "forward")["forward_ms"] == 2.2
 
 
-def test_means_at_the_foot():
+def test_the_foot_has_the_means_over_layers():
     by_layer = {
         ("a", "c1", "x"): [timed("x", 2.2, 4.0)],
         ("b", "c1", "x"): [timed("x", 2.4, 8.0)],
@@ -270,7 +270,7 @@ def some_records():
     ]
 
 
-def test_text_table():
+def test_the_text_table_is_aligned():
     text = tables.as_text(tables.make(some_records()))
     lines = text.splitlines()
     assert lines[0] == "Suite paper, experts, random routing, GPU, commit c1, 2026-01-02"
@@ -303,13 +303,13 @@ def test_times_of_settling_have_tables_of_their_own():
     assert len(titles) == 6
 
 
-def test_the_median_of_each_kernel():
+def test_each_kernel_has_the_median_of_its_rounds():
     turns = [[["a", 1, us], ["b", 2, 5.0]] for us in (1.0, 9.0, 6.0)]
     rounds = [{"smoe both": turn} for turn in turns] + [{"smoe both": [["a", 1, 6.0]], "smoe forward": []}]
     assert run.median_kernels(rounds) == {"smoe both": [["a", 1, 6.0], ["b", 2, 5.0]]} and run.median_kernels([]) == {}
 
 
-def test_times_of_kernels():
+def test_the_time_of_a_pass_is_the_sum_of_its_kernels():
     """Of each pass the sum of its kernels; the backward is both less the forward. Two tables: sums, and every kernel."""
     launched = {
         "smoe forward": [["up", 1, 1500.0], ["down", 1, 500.0]],
@@ -334,7 +334,7 @@ def test_times_of_kernels():
     assert "kernels" not in tables.as_csv(made)
 
 
-def test_markdown_and_csv():
+def test_markdown_and_csv_have_every_column():
     lines = tables.as_markdown(tables.make(some_records())).splitlines()
     rows = [line for line in lines if line.startswith("|")]
     assert rows[0].startswith("| layer | peer | forward ms |") and set(rows[1]) == {"|", "-"}
@@ -343,7 +343,7 @@ def test_markdown_and_csv():
     assert rows[0].startswith("commit,device,suite,shape,T,d,n,E,K,part") and "errors.dW1" in rows[0] and len(rows) == 4
 
 
-def test_numbers_below_10_and_lists():
+def test_small_numbers_keep_digits_and_lists_are_words():
     """TFLOP/s of tiny layers must not be 0, and a list must be words in CSV."""
     tiny = timed("smoe", 2.0, 4.0) | dict(T=96, d=64, n=32, E=8, K=2, passes=["forward", "both"])
     assert tables.make([tiny])[0].rows[0][3] == f"{6 * 96 * 2 * 32 * 64 / 2e-3 / 1e12:.2g}" == "0.0012"
@@ -357,7 +357,7 @@ def test_newest_commit_is_shown():
     assert tables.newest([new, old]) == [new]
 
 
-def test_a_peer_missing_in_the_newest_commit_is_shown_beside_smoe_of_its_own():
+def test_a_peer_of_an_older_commit_is_shown_beside_its_smoe():
     smoe, peer, gone = a_record("smoe"), a_record("sonicmoe"), a_record("scattermoe")
     newer = dict(commit="c2", date="2026-02-01T00:00:00Z")
     new = [a_record("smoe", **newer), a_record("sonicmoe", **newer)]
@@ -397,7 +397,7 @@ def test_the_kernels_times_may_be_older_than_the_passes():
     assert ", commit c2, 2026-02-01" in times.title and ", commit c1, 2026-01-02" in kernels.title
 
 
-def test_two_peers_of_a_layer_at_different_commits():
+def test_peers_at_different_commits_have_smoe_of_their_own():
     """smoe has a row for each commit, and a ratio is to smoe at the same commit."""
     newer = dict(commit="c2", date="2026-02-01T00:00:00Z")
     old = [timed("smoe", 2.0, 4.0, (2.0, 4.0)), timed("momoe", 3.0, 6.0, (2.0, 4.0))]
@@ -421,7 +421,7 @@ def test_types_have_tables_of_their_own():
     assert (of_half.rows[0][2], of_single.rows[0][2]) == ("2.0000", "1.0000")
 
 
-def test_step_table():
+def test_the_step_table_has_ratios_of_each_commit():
     numbers = dict(tokens_per_s=250600.0, step_tflops=337.0, peak_bytes=2**30, driver_bytes=2e9, first_step_s=10.0)
     steps = [a_record(peer, suite="e2e", part="e2e", shape="1.4B", step_ms=ms, tuning=i, **numbers)
              for peer, ms, i in (("smoe", 160.0, 0), ("sonicmoe", 176.0, 0), ("sonicmoe", 168.0, 1))]  # fmt: skip
@@ -440,13 +440,13 @@ def test_step_table():
     ]
 
 
-def test_plot(tmp_path):
+def test_the_plot_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     tables.plot(some_records(), tmp_path / "ratios.png")
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_labels_of_bars():
+def test_labels_of_bars_name_what_differs():
     layers = [record for record in some_records() if "failed" not in record]
     assert list(tables._by_label(layers)) == [("7B-n256", "smoe"), ("7B-n256", "sonicmoe")]
     other = [record | {"settle_s": 0.4, "part": "layer"} for record in layers]
@@ -486,5 +486,5 @@ def test_the_page_has_one_commit_for_each_suite():
     assert any(line.startswith("| 7B-n512 | 1 |  | 1.50 |") for line in lines)
 
 
-def test_the_page_without_records():
+def test_the_page_without_records_says_so():
     assert page.block([]) == "No records yet.\n"

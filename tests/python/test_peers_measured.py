@@ -38,7 +38,7 @@ def tiny():
 
 
 @pytest.mark.parametrize("w1_layout, w2_layout", LAYOUTS)
-def test_errors_of_exact_and_of_wrong_results(tiny, w1_layout, w2_layout):
+def test_errors_tell_wrong_results_from_exact_ones(tiny, w1_layout, w2_layout):
     made = {name: getattr(tiny, name) for name in ("x", "w1", "w2", "weights", "ids")}
     out, dx, dw1, dw2, ds = exact_results(made, tiny.dout)
     dw1, dw2 = inputs.arrange_w1(dw1, w1_layout), inputs.arrange_w2(dw2, w2_layout)
@@ -94,7 +94,7 @@ class GroupedGemms:
 
 @pytest.mark.parametrize("name", ["smoe", "smoe-concatenated", "transformers", "loop", "deepgemm"])
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_implementations_on_the_cpu(tiny, name, dtype, limit):
+def test_all_implementations_agree_on_the_cpu(tiny, name, dtype, limit):
     if name == "transformers":
         pytest.importorskip(name)
     implementation = implementations.ALL[name]
@@ -119,7 +119,7 @@ def test_implementations_on_the_cpu(tiny, name, dtype, limit):
 
 
 @pytest.mark.parametrize("ids", [[[3, 0]], [[2, 5], [2, 1], [5, 2]], [[0, 1]] * 20])
-def test_rows_of_deepgemm(ids):
+def test_rows_for_deepgemm_are_sorted_and_padded(ids):
     """Experts without a row, and one with more than a block: each row's token and expert, and room for any counts."""
     ids = torch.tensor(ids)
     rows = deepgemm.sort(ids, 6, 8)
@@ -148,7 +148,7 @@ def test_the_portable_kernels_have_turns_of_their_own(monkeypatch, tiny):
         assert context_of(tiny.x) is own
 
 
-def test_code_of_the_peers_by_mma_sync(tmp_path, monkeypatch):
+def test_code_by_anything_but_mma_sync_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     peer = implementations.ALL["scattermoe-mma"]
     (tmp_path / "a").mkdir()
@@ -158,7 +158,7 @@ def test_code_of_the_peers_by_mma_sync(tmp_path, monkeypatch):
             peer.check_code()
 
 
-def test_scattered_weights_of_momoe():
+def test_momoes_weights_are_scattered_and_gathered_again():
     made = make_layer(T=5, E=4, K=2)
     momoe = implementations.ALL["momoe"]
     mask, dense = momoe.given(made["ids"], made["weights"].detach(), 4, torch.float32)
@@ -166,7 +166,7 @@ def test_scattered_weights_of_momoe():
     assert torch.equal(momoe.by_token(dense, made["ids"]), made["weights"].detach())
 
 
-def test_routings():
+def test_each_routing_has_its_spread_of_counts():
     generator = torch.Generator().manual_seed(0)
     counts = {}
     for routing in inputs.ROUTINGS:
@@ -199,7 +199,7 @@ class CountingClock:
         return [[job()] for _ in range(count)]
 
 
-def test_turns_and_their_order():
+def test_every_job_has_every_place_and_follows_every_other():
     names = ["a", "b", "c", "d"]
     orders = [timing.order_of(names, i, "a layer") for i in range(60)]
     assert orders == [timing.order_of(names, i, "a layer") for i in range(60)]
@@ -239,7 +239,7 @@ def test_a_round_times_the_backward_in_both(tiny):
     assert all(0 < times[f"{peer} backward"] < times[f"{peer} both"] for peer in ("loop", "cublas"))
 
 
-def test_medians_over_rounds():
+def test_times_are_medians_over_rounds():
     rounds = [{"x forward": f, "x both": b, "y forward": 9.0} for f, b in ((1.0, 3.0), (9.0, 4.0), (2.0, 5.0))]
     assert run.times_of(rounds, "x") == {"forward_ms": 2.0, "both_ms": 4.0, "backward_ms": 2.0}
     assert run.times_of(rounds, "x", 2.0)["backward_ms"] == 4.0

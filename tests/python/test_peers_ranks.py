@@ -18,7 +18,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
-def test_all_jobs(tmp_path):
+def test_every_job_agrees_on_two_processes(tmp_path):
     pytest.importorskip("transformers.distributed.expert_parallel")
     file = tmp_path / "ranks.jsonl"
     quick = ["--shape-seconds", "0", "--least-rounds", "1", "--settle", "0", "--timed", "0", "--shape", "tiny-a"]
@@ -38,7 +38,7 @@ def test_all_jobs(tmp_path):
     assert shown == JOBS and "2 x CPU" in done.stdout
 
 
-def test_refusals(tmp_path):
+def test_wrong_numbers_of_ranks_are_refused(tmp_path):
     file = str(tmp_path / "ranks.jsonl")
     done = run("--ranks", "3", "--device", "cpu", "--records", file)
     assert done.returncode == 2 and "--ranks 3: tiny-a has 8 experts; expected a multiple" in done.stderr

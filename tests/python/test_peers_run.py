@@ -99,7 +99,7 @@ def test_a_run_resumes(pretend, capsys):
     assert len(found) == 6 and [do for do, _ in pretend.log].count("prepare") == 2
 
 
-def test_nothing_to_compare_with(pretend, capsys):
+def test_smoe_is_measured_alone_only_where_asked_for(pretend, capsys):
     """If every peer that is asked for is skipped, smoe is not measured by itself, unless it was asked for alone."""
     with pytest.raises(processes.Failed, match="none of the implementations"):
         pretend("--peers", "momoe")
@@ -184,7 +184,7 @@ def test_packages_that_disagree_alternate(pretend):
     assert [p.peers for p in groups] == [["smoe", "scattermoe"], ["smoe", "sonicmoe"]]
 
 
-def test_a_process_for_each_set_of_variables(monkeypatch):
+def test_each_set_of_variables_has_a_process(monkeypatch):
     monkeypatch.delenv("DISABLE_MMA_V3", raising=False)
     plain, sync = processes.group(["smoe", "scattermoe", "scattermoe-mma", "liger-mma", "liger"], {}, "smoe", {"A": "1"})
     assert plain.peers == ["smoe", "scattermoe", "liger"] and "DISABLE_MMA_V3" not in plain.environment
@@ -202,7 +202,7 @@ def test_failures_are_records(pretend, capsys):
     assert "scattermoe left out from here on" in capsys.readouterr().err
 
 
-def test_a_peer_that_ends_its_process_in_a_round(pretend):
+def test_a_peer_that_ends_its_process_leaves_the_others_times(pretend):
     pretend.fatal["sonicmoe"] = "round"
     _, found = pretend("--peers", "sonicmoe,scattermoe")
     by_peer = {r["peer"]: r for r in found if r["shape"] == "tiny-a"}
@@ -220,7 +220,7 @@ def test_without_smoe_nothing_is_measured(pretend):
         pretend("--peers", "sonicmoe")
 
 
-def test_a_process_that_ends_while_its_child_lives(monkeypatch, tmp_path):
+def test_a_process_that_ends_is_seen_while_its_child_lives(monkeypatch, tmp_path):
     script = tmp_path / "ends.py"
     script.write_text(
         'import subprocess, sys\nsys.stdin.readline()\nprint(\'{"at": "momoe"}\', flush=True)\n'
@@ -236,7 +236,7 @@ def test_a_process_that_ends_while_its_child_lives(monkeypatch, tmp_path):
     os.kill(int((tmp_path / "ends.py.child").read_text()), signal.SIGKILL)  # an error if it has ended
 
 
-def test_a_layer_that_smoe_cannot_measure(pretend, monkeypatch, capsys):
+def test_a_layer_that_smoe_cannot_measure_ends_with_status_3(pretend, monkeypatch, capsys):
     """smoe's record must have the failure. The other peers have times without a ratio, and the run continues. The command
     then ends with exit status 3."""
     real = Pretended.ask
@@ -295,7 +295,7 @@ def command(path, *arguments, hide=None):
     return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=600)
 
 
-def test_the_command_on_the_cpu(tmp_path):
+def test_the_command_measures_on_the_cpu(tmp_path):
     """The suite is `tiny` without an argument."""
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "transformers.py").write_text("raise ImportError('not here')\n")
@@ -349,19 +349,19 @@ def test_a_measurement_keeps_the_published_records_as_they_are(tmp_path, monkeyp
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu(tmp_path):
+def test_without_a_gpu_the_command_names_the_cpu(tmp_path):
     done = command(tmp_path / "peers.jsonl", "--suite", "tiny")
     assert done.returncode == 3 and "torch finds no CUDA device" in done.stderr and "--device cpu" in done.stderr
     assert not (tmp_path / "peers.jsonl").exists()
 
 
-def test_the_suite_without_arguments():
+def test_the_default_suite_is_that_of_the_device():
     """The paper's layers would take hours on the CPU."""
     suite = lambda *arguments: peers.default_suite(peers.parser().parse_args(arguments))
     assert (suite(), suite("--device", "cpu"), suite("--shape", "7B-n256")) == ("paper", "tiny", "")
 
 
-def test_wrong_arguments(tmp_path):
+def test_a_wrong_argument_ends_with_status_2(tmp_path):
     for arguments in (("--suite", "nosuch"), ("--peers", "nosuch"), ("--python", "nosuch=python3")):
         done = command(tmp_path / "peers.jsonl", *arguments)
         assert done.returncode == 2 and "nosuch" in done.stderr, arguments
@@ -375,7 +375,7 @@ def test_a_plot_needs_matplotlib(tmp_path, monkeypatch, capsys):
     assert peers.main() == 3 and "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_renewing_a_document(tmp_path):
+def test_a_document_is_renewed_between_its_marks(tmp_path):
     path, document = tmp_path / "peers.jsonl", tmp_path / "peers.md"
     document.write_text(f"before\n{peers.BEGIN}\nold\n{peers.END}\nafter\n")
     records.append(path, some_records())
@@ -385,7 +385,7 @@ def test_renewing_a_document(tmp_path):
     assert "| 7B-n256 | " in text and "SonicMoE's time / smoe's time" in text
 
 
-def test_files_and_programs_that_do_not_serve(tmp_path):
+def test_what_does_not_serve_is_named_with_status_3(tmp_path):
     """The command must print one line and end with status 3, without a traceback."""
     (tmp_path / "unmarked.md").write_text("nothing")
     (tmp_path / "broken.jsonl").write_text('{"commit"\n')
@@ -408,7 +408,7 @@ def test_files_and_programs_that_do_not_serve(tmp_path):
         assert done.returncode == 3 and text in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-def test_shown_suites_and_peers(tmp_path):
+def test_options_choose_what_is_shown(tmp_path):
     path = tmp_path / "peers.jsonl"
     records.append(path, some_records())
     done = command(path, "--show", "--peers", "sonicmoe")

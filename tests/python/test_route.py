@@ -17,7 +17,7 @@ K, SCORES = 2, {
 
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("replayed", [False, True])
-def test_as_the_whole_layer(name, replayed, layer):
+def test_route_and_experts_equal_the_whole_layer(name, replayed, layer):
     """Outputs and all gradients of route and experts are those of moe, also if the ids come from an earlier call."""
     made, options = layer(), SCORES[name]
     bias = torch.linspace(-0.2, 0.2, 8) if name == "sigmoid" else None
@@ -43,7 +43,7 @@ def test_replay_keeps_the_ids_and_skips_pairs():
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_replay_of_a_token_without_experts(name):
+def test_a_replayed_token_without_experts_has_weights_of_0(name):
     """Padding of an inference engine: the weights are 0, and no gradient is NaN."""
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     weights = smoe.route(logits, top_k=K, ids=torch.tensor([[1, 2], [-1, -1], [8, 3]]), **SCORES[name])[1]
@@ -52,7 +52,7 @@ def test_replay_of_a_token_without_experts(name):
     assert logits.grad.isfinite().all() and not logits.grad[1].any()
 
 
-def test_errors():
+def test_a_wrong_argument_is_named():
     logits = torch.randn(5, 8)
     with pytest.raises(ValueError, match="selection_bias needs score='sigmoid'"):
         smoe.route(logits, topk=K, selection_bias=torch.zeros(8))

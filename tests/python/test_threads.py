@@ -11,7 +11,7 @@ import smoe
 from smoe import _context
 
 
-def test_two_new_threads_and_one_idle_context(monkeypatch):
+def test_a_context_is_made_if_another_thread_took_the_last(monkeypatch):
     """Another thread takes the last idle context after the list was checked and before its pop."""
     from smoe import _context
 
@@ -58,7 +58,7 @@ class _Data(torch.utils.data.Dataset):
             return self.moe(self.x[index])
 
 
-def test_forked_workers():
+def test_forked_workers_compute_the_same_bits():
     """DataLoader workers that are forked after the parent has used OpenMP threads."""
     data = _Data()
     wanted = torch.stack([data[index] for index in range(len(data))])
@@ -66,7 +66,7 @@ def test_forked_workers():
     assert torch.equal(torch.cat(list(loader)), wanted)
 
 
-def test_a_plain_fork():
+def test_the_child_of_a_plain_fork_computes_the_same_bits():
     """In a child of os.fork torch still has two threads, but the child's context must have one."""
     data = _Data()
     wanted = data[0]

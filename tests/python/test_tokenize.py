@@ -102,7 +102,7 @@ def test_c_encodes_as_tokenizers_does(made):
 
 
 @needs_encoder
-def test_every_place_where_a_piece_can_end(made):
+def test_pieces_end_wherever_those_of_tokenizers_do(made):
     """All strings of four characters of the kinds that train/data/bpe.h distinguishes, separated by a sign; several
     endings."""
     theirs = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
@@ -120,7 +120,7 @@ def test_table_is_the_tokenizer(made):
     assert lines == [f"{ids[a]} {ids[b]} {ids[a + b]}" for a, b in model["merges"]]
 
 
-def test_documents_and_split_by_share(made):
+def test_a_share_of_each_document_is_for_validation(made):
     """Every document has the token <|endoftext|> and then its own. The last 5 % of each document are for validation."""
     theirs = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
     train, validation = read_tokens(made / "train_000.bin"), read_tokens(made / "val_000.bin")
@@ -130,7 +130,7 @@ def test_documents_and_split_by_share(made):
     assert text.startswith("<|endoftext|>" + random_text(200_000, 1)[:1000])
 
 
-def test_split_by_file(tmp_path):
+def test_split_by_file_keeps_documents_whole(tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(40):
@@ -149,7 +149,7 @@ def test_split_by_file(tmp_path):
     assert len(validation) == 2 and not set(train) & set(validation)
 
 
-def test_a_tokenizer_that_is_there(made, tmp_path):
+def test_a_tokenizer_that_is_there_is_used_and_copied(made, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox, and a text that the tokenizer was not trained on. " * 20)
     make_tokens(tmp_path / "out", text, "--tokenizer", made, "--quiet")
@@ -161,7 +161,7 @@ def test_a_tokenizer_that_is_there(made, tmp_path):
     assert b"bpe.txt" in make_tokens(tmp_path / "out", text, "--tokenizer", tmp_path, status=3).stderr
 
 
-def test_standard_input_and_small_files(tmp_path):
+def test_standard_input_is_cut_into_files_of_the_limit(tmp_path):
     text = random_text(3_000_000, 99)  # longer than two chunks
     make_tokens(tmp_path, "-", "--vocab", 1000, "--file-tokens", 100_000, "--quiet", stdin=text.encode())
     files = sorted(tmp_path.glob("train_*.bin")) + sorted(tmp_path.glob("val_*.bin"))
@@ -173,8 +173,8 @@ def test_standard_input_and_small_files(tmp_path):
 
 
 @pytest.mark.skipif(not (BUILD / "smoe").exists(), reason=f"{BUILD}/smoe is not built (SMOE_BUILD)")
-def test_training_on_token_files(tmp_path):
-    """A text and its token file must give the same loss. The checkpoint must contain the tokenizer."""
+def test_token_files_give_the_loss_of_their_text(tmp_path):
+    """The checkpoint must contain the tokenizer."""
     text, out, run = tmp_path / "text.txt", tmp_path / "out", tmp_path / "run"
     text.write_text(random_text(60_000, 5), newline="")
     make_tokens(out, text, "--vocab", 500, "--quiet")
@@ -227,7 +227,7 @@ def test_generation_ends_at_the_end_of_text(tmp_path):
     assert tokenizer.decode(ids[1:-1]) == text.decode().removesuffix("\n").removesuffix("<|endoftext|>")
 
 
-def test_errors(tmp_path):
+def test_wrong_input_ends_with_its_exit_status(tmp_path):
     make_tokens(tmp_path, "--vocab", 70000, "x", status=2)
     assert b"missing: no such file" in make_tokens(tmp_path, tmp_path / "missing", status=3).stderr
     assert b"no text in" in make_tokens(tmp_path, "-", "--quiet", stdin=b"", status=3).stderr

@@ -57,8 +57,7 @@ def near(ours, theirs, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile(backend):
-    """With fullgraph and dynamic shapes a new number of tokens must not cause a compilation."""
+def test_a_new_number_of_tokens_compiles_nothing(backend):
     torch._dynamo.reset()
     model = Block()
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
@@ -71,7 +70,7 @@ def test_compile(backend):
     assert counter.frame_count == first
 
 
-def test_compile_without_gradients():
+def test_without_gradients_a_compiled_layer_has_the_same_bits():
     torch._dynamo.reset()
     model = Block()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -81,7 +80,7 @@ def test_compile_without_gradients():
 
 
 @pytest.mark.parametrize("frozen", [("w1", "w2"), ("router",)])
-def test_compile_frozen(frozen):
+def test_with_frozen_tensors_a_compiled_layer_has_the_same_bits(frozen):
     torch._dynamo.reset()
     model = Block()
     for name in frozen:
@@ -95,8 +94,7 @@ def test_compile_frozen(frozen):
     assert same(*gradients)
 
 
-def test_compile_without_logits():
-    """The traced backward of a layer that keeps no logits."""
+def test_without_kept_logits_a_compiled_layer_has_the_same_bits():
     torch._dynamo.reset()
     model = smoe.MoE(H, I, E, K, initializer_range=0.3, norm_topk_prob=True)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -108,7 +106,7 @@ def test_compile_without_logits():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(reentrant):
+def test_checkpointing_changes_no_bit(reentrant):
     model = Block()
     wrapped = lambda x: checkpoint(model, x, use_reentrant=reentrant)
     assert same(step(wrapped, model, 50), step(model, model, 50))
@@ -175,7 +173,7 @@ def test_frozen_tensors_have_no_gradient_in_the_call(entry, frozen, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_autocast(dtype):
+def test_autocast_computes_in_its_dtype(dtype):
     """Under autocast the layer must compute in autocast's dtype, as a matmul does. Its float32 parameters must get
     float32 gradients."""
     model = Block()
@@ -196,7 +194,7 @@ def test_autocast(dtype):
     assert near(found[1:2], exact[1:2], 0.3)
 
 
-def test_gradients_of_any_strides():
+def test_strides_of_gradients_and_inputs_change_no_bit():
     """Broadcast (sum), transposed and strided gradients; inputs that are views."""
     model = Block()
     x = torch.randn(50, H, requires_grad=True)
@@ -214,7 +212,7 @@ def test_gradients_of_any_strides():
     assert torch.equal(smoe.experts(dense, ids, weights, flat, model.w2), smoe.experts(dense, ids, weights, flat.clone(), model.w2))
 
 
-def test_deterministic_algorithms():
+def test_deterministic_algorithms_change_no_bit():
     model = Block()
     plain = step(model, model, 50)
     torch.use_deterministic_algorithms(True)
@@ -235,7 +233,7 @@ def test_the_bits_do_not_depend_on_threads():
         torch.set_num_threads(threads)
 
 
-def test_double_backward_says_so():
+def test_a_second_derivative_is_refused():
     model, x = Block(), torch.randn(9, H, requires_grad=True)
     out = model(x)
     (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
@@ -257,7 +255,7 @@ def entries():
 
 
 @pytest.mark.parametrize("entry", range(3))
-def test_penalty_on_a_gradient(entry):
+def test_a_penalty_on_a_gradient_is_refused(entry):
     """The gradient of a sum is not a constant. Its derivative must raise an error and must not be treated as zero."""
     x = torch.randn(9, H, requires_grad=True)
     (gradient,) = torch.autograd.grad(entries()[entry](x).sum(), x, create_graph=True)
@@ -281,7 +279,7 @@ def test_transforms_are_refused(entry):
 
 
 @pytest.mark.parametrize("entry", range(3))
-def test_a_tensor_that_a_transform_left_behind(entry):
+def test_a_tensor_that_a_transform_left_behind_is_taken(entry):
     """After torch.func.grad its tensors have no address of their own, but PyTorch's functions still take them."""
     function, x, left = entries()[entry], torch.randn(9, H, requires_grad=True), []
     torch.func.grad(lambda x: left.append(x) or x.sum())(x)
@@ -300,8 +298,8 @@ def test_trace_is_refused(entry):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_export(strict):
-    """An exported program takes any number of tokens. Without gradients it keeps nothing for a backward."""
+def test_an_exported_program_takes_any_number_of_tokens(strict):
+    """Without gradients it keeps nothing for a backward."""
     model = Block()
     tokens = {0: torch.export.Dim("tokens", min=2)}
     with torch.no_grad():
@@ -312,7 +310,7 @@ def test_export(strict):
     assert calls and not any(node.args[-1] for node in calls)  # their last argument is `save`
 
 
-def test_backward_twice():
+def test_a_second_backward_gives_the_same_gradient():
     model, x = Block(), torch.randn(9, H, requires_grad=True)
     out = model(x).sum()
     first = torch.autograd.grad(out, x, retain_graph=True)
@@ -350,7 +348,7 @@ def test_a_retried_backward_says_that_saved_is_overwritten():
         torch.autograd.grad(out.sum(), x)
 
 
-def test_backwards_of_two_threads(monkeypatch):
+def test_backwards_of_two_threads_do_not_overwrite_saved(monkeypatch):
     """A backward without retain_graph must not overwrite `saved` while the backward of another thread reads it."""
     model, x = Block(), torch.randn(9, H, requires_grad=True)
     out = smoe.experts(x, torch.zeros(9, 1, dtype=torch.int64), torch.ones(9, 1), model.w1, model.w2)
@@ -387,9 +385,7 @@ def test_a_step_runs_nothing_besides_the_calls():
     assert ran <= {"smoe::moe_forward", "smoe::moe_backward"} | allocations
 
 
-def test_no_gradient_for_the_output():
-    """If the function after the layer returns no gradient for `out`, the layer's inputs must get none."""
-
+def test_an_output_without_a_gradient_gives_its_inputs_none():
     class Stop(torch.autograd.Function):
         @staticmethod
         def forward(ctx, out):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts  # noqa:
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 @pytest.mark.parametrize("name", MODELS)
-def test_as_eager(name, calls):
+def test_logits_and_gradients_are_those_of_eager(name, calls):
     model = tiny(name)
     eager, ours = step(model, "eager"), step(model, "smoe")
     assert len(calls) == 2 - model.config.to_dict().get("first_k_dense_replace", 0)
@@ -27,7 +27,7 @@ def test_as_eager(name, calls):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bf16_within_the_error_of_eager(name):
+def test_bf16_is_about_as_exact_as_eager(name):
     """In bf16 the error of all gradients together, against eager float32, must be below 1.25 times that of eager."""
     exact = step(tiny(name), "eager")
     model = tiny(name, torch.bfloat16)
@@ -39,7 +39,7 @@ def test_bf16_within_the_error_of_eager(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_generate(name, calls):
+def test_generated_tokens_are_those_of_eager(name, calls):
     model = tiny(name).eval()
     texts = []
     for implementation in ("eager", "smoe"):
@@ -49,7 +49,7 @@ def test_generate(name, calls):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_gradient_checkpointing(name):
+def test_gradient_checkpointing_changes_no_bit(name):
     model = tiny(name).train()
     plain = step(model, "smoe")
     model.gradient_checkpointing_enable()
@@ -70,7 +70,7 @@ def test_gates_are_recognised_inside_of_checkpointing(kind, calls, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["olmoe", "gpt_oss"])
-def test_compile(name, calls):
+def test_a_compiled_model_gives_the_same_results(name, calls):
     torch._dynamo.reset()
     model = tiny(name, num_hidden_layers=1)
     plain = step(model, "smoe")
@@ -81,8 +81,7 @@ def test_compile(name, calls):
     assert all(error(again[key], plain[key]) < 1e-5 for key in plain)
 
 
-def test_trainer(tmp_path):
-    """Three steps of Trainer must give the losses of eager."""
+def test_trainer_has_the_losses_of_eager(tmp_path):
     pytest.importorskip("accelerate")
     data = [{"input_ids": row, "labels": row} for row in tokens(24, 16)]
     losses = {}
@@ -101,7 +100,7 @@ def test_trainer(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_lora_on_expert_weights(name, calls):
+def test_lora_on_expert_weights_has_the_gradients_of_eager(name, calls):
     """With LoRA on the expert weights PEFT computes W + B A at every forward, in its own subclass."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
@@ -153,7 +152,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("what", UNSUPPORTED)
-def test_eager_with_one_warning(what, caplog):
+def test_what_smoe_lacks_runs_as_eager_with_one_warning(what, caplog):
     more, dtype, text = UNSUPPORTED[what]
     model = tiny("qwen3_moe", dtype or torch.float32, **more)
     with torch.no_grad():
@@ -226,7 +225,7 @@ def test_packed_weights_run_as_eager():
     assert reason == "its inputs are torch.float32 and its weights torch.uint8"
 
 
-def test_a_gpu_that_smoe_does_not_serve(caplog, monkeypatch):
+def test_on_a_gpu_that_smoe_does_not_serve_eager_runs(caplog, monkeypatch):
     """The library says of a GPU that it cannot be used. Then Transformers' own code runs, with one warning."""
     from smoe import _checks, _context, native
 
@@ -310,7 +309,7 @@ def test_post_expert_norm_runs_as_eager():
 
 
 @pytest.mark.parametrize("hidden_act", ["silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu"])
-def test_activations(hidden_act, calls):
+def test_every_activation_gives_the_results_of_eager(hidden_act, calls):
     model = tiny("qwen3_moe", hidden_act=hidden_act)
     eager, ours = step(model, "eager"), step(model, "smoe")
     assert len(calls) == 2
@@ -320,7 +319,7 @@ def test_activations(hidden_act, calls):
 # ---- expert parallelism ----
 
 
-def test_sentinels_and_more_ids_than_experts():
+def test_the_parts_of_all_ranks_sum_to_the_whole():
     """A rank with 3 of 8 experts gets all K = 4 ids of a token. The ids of other ranks' experts are replaced by 3."""
     whole = tiny("qwen3_moe", num_experts_per_tok=4).model.layers[0].mlp.experts
     x = torch.randn(30, 32)
@@ -344,7 +343,7 @@ def test_sentinels_and_more_ids_than_experts():
 # ---- smoe's own model type ----
 
 
-def test_own_type_round_trip(tmp_path):
+def test_a_saved_model_of_smoes_type_loads_again(tmp_path):
     model = tiny("smoe").eval()
     names = set(model.state_dict())
     assert "model.layers.0.mlp.gate_proj.weight" in names and "model.layers.1.mlp.shared_expert.up_proj.weight" in names
@@ -355,7 +354,7 @@ def test_own_type_round_trip(tmp_path):
         assert error(loaded(tokens()).logits, model(tokens()).logits) < 1e-5
 
 
-def test_byte_tokenizer(tmp_path):
+def test_the_byte_tokenizer_gives_the_text_back(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="smoe")))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "Zoë said: \"3 €\"\n\tand\x00 left.  "
@@ -366,7 +365,7 @@ def test_byte_tokenizer(tmp_path):
     assert again(text)["input_ids"] == ids and again.decode(ids) == text
 
 
-def test_byte_tokenizer_pads():
+def test_the_byte_tokenizer_pads_a_batch():
     """A batch with an added padding token, and an id above 255, which a model with a larger vocabulary may generate."""
     tokenizer = smoe.transformers.ByteTokenizer()
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
@@ -377,7 +376,7 @@ def test_byte_tokenizer_pads():
     assert tokenizer.decode([97, 300, 98]) == "a\ufffdb"
 
 
-def test_padding_and_eos_of_byte_checkpoints(tmp_path):
+def test_a_byte_checkpoint_generates_with_padding_and_eos(tmp_path):
     """The recipe of docs/python.md: prompts of different lengths in a batch, and the byte 0 as the end of a text."""
     program = os.environ.get("SMOE_PROGRAM")
     if not program:
@@ -410,8 +409,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpoints_of_smoe_train(kind, tmp_path):
-    """AutoModel must open a checkpoint of `smoe train` and give the loss of `smoe eval`, with eager and with smoe."""
+def test_checkpoints_of_smoe_train_have_the_loss_of_smoe_eval(kind, tmp_path):
     model_type, options = KINDS[kind]
     program = os.environ.get("SMOE_PROGRAM")
     if not program:
@@ -446,7 +444,7 @@ def test_checkpoints_of_smoe_train(kind, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-5), implementation
 
 
-def test_tokenizer_of_bytes(tmp_path):
+def test_transformers_alone_encodes_for_a_byte_checkpoint(tmp_path):
     """Transformers alone, without smoe's package, must encode text for a checkpoint of bytes: every byte that UTF-8
     text can have, and single bytes decode. Token files without a tokenizer have none to save."""
     program = os.environ.get("SMOE_PROGRAM")
@@ -481,8 +479,7 @@ def token_file(path, data):
     path.write_bytes(header.numpy().tobytes() + data.to(torch.int32).numpy().astype("uint16").tobytes())
 
 
-def test_olmoe_in_shards(tmp_path):
-    """`smoe eval` and `smoe train --from` must open an OLMoE that Transformers wrote in bf16 shards."""
+def test_eval_and_train_open_an_olmoe_in_bf16_shards(tmp_path):
     program = os.environ.get("SMOE_PROGRAM")
     if not program:
         pytest.skip("SMOE_PROGRAM does not name the smoe program")

@@ -82,7 +82,7 @@ def work(rank, ranks, folder):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_equal_to_eager(ranks, tmp_path):
+def test_ranks_give_the_results_of_eager(ranks, tmp_path):
     references = {}
     for name in NAMES:
         model = models.tiny(name, **SEED)
@@ -101,7 +101,7 @@ def test_equal_to_eager(ranks, tmp_path):
                 assert models.error(gradient, exact[parameter]) < 1e-5, (name, config, parameter)
 
 
-def test_older_transformers():
+def test_an_older_transformers_is_refused():
     code = "import transformers; transformers.__version__ = '5.22.1'; import smoe.transformers; smoe.transformers.SmoeEP"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert "expert parallelism needs transformers 5.23 or later, this is 5.22.1" in done.stderr, done.stderr

@@ -54,8 +54,7 @@ def test_hooks_run_and_change_nothing_else(layer, part, calls):
     assert len(seen) == 2 and len(calls) == 4
 
 
-def test_kinds_of_hooks():
-    """Each kind runs, and what a hook returns takes the place of what it was given."""
+def test_every_kind_of_hook_runs_and_may_replace_values():
     moe, seen = make(), []
     for part in (moe.gate, moe.experts):
         part.register_forward_pre_hook(lambda module, given: seen.append("before"))
@@ -69,7 +68,7 @@ def test_kinds_of_hooks():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast(dtype):
+def test_a_hook_changes_nothing_under_autocast(dtype):
     moe = make()
     with torch.autocast("cpu", torch.bfloat16):
         plain = step(moe, dtype)
@@ -78,7 +77,7 @@ def test_autocast(dtype):
 
 
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
-def test_peft(layout, calls, tmp_path):
+def test_peft_adapts_experts_and_router(layout, calls, tmp_path):
     """LoRA on the weights of the experts and of the router: the gradients of the adapters, and the merged layer."""
     peft = pytest.importorskip("peft")
     options = dict(layout=layout, score="sigmoid", selection_bias=True)
@@ -104,7 +103,7 @@ def test_peft(layout, calls, tmp_path):
     assert type(merged.moe.experts) is type(make().experts) and near(step(merged)[:2], found[:2], 1e-4)
 
 
-def test_accelerate_offloads(calls):
+def test_accelerate_offloads_the_parts(calls):
     """The weights are on the meta device but for the time of the parts' forwards."""
     accelerate = pytest.importorskip("accelerate")
     moe = make(score="sigmoid", selection_bias=True)
@@ -116,7 +115,7 @@ def test_accelerate_offloads(calls):
         assert (moe(x) - plain).norm() <= 1e-5 * plain.norm() and len(calls) == 2
 
 
-def test_a_sharded_part(tmp_path):
+def test_sharded_experts_change_no_result(tmp_path):
     if torch.__version__.startswith("2.6."):
         pytest.skip("fully_shard of torch 2.6 needs a GPU")
     import torch.distributed as dist
