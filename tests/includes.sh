@@ -27,8 +27,9 @@ forbidden 'train/(data|run)/' 'none' train/model/*.[ch]
 [ $wrong -eq 0 ] || { echo "these includes cross a border"; exit 1; }
 echo "no include crosses a border"
 
-# A test is named by a sentence that says what holds.
-if grep -nE 'cmocka_unit_test[a-z_]*\(test_' tests/*.c tests/cuda/*.c tests/cuda/emulator/*.c; then
+# A test is named by a sentence that says what holds: in Python, where pytest asks for test_, by three words or more.
+if grep -nE 'cmocka_unit_test[a-z_]*\(test_' tests/*.c tests/cuda/*.c tests/cuda/emulator/*.c ||
+    grep -rnE --include='test_*.py' 'def test_[a-z0-9]*(_[a-z0-9]*)?\(' tests/python studies; then
     echo "these names of tests are no sentences"
     exit 1
 fi
