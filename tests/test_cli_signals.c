@@ -83,7 +83,8 @@ static void signals_end_with_a_checkpoint(void **state)
     assert_non_null(strstr(contents(state, "d.messages.output"), "\"val_tokens\":0"));
     assert_int_equal(access(in_folder(path, state, "c/step-0000001/state.safetensors"), F_OK), 0);
     expect(state, "eval -c a text.txt", 0, "");
-    expect(state, "train " TINY "--resume --steps 1 --out d long.txt", 0, "done");
+    expect(state, "train " TINY "--resume --steps 1 --last-evaluation-tokens 1000 --out d long.txt", 0,
+           "done");
 }
 
 /* A run that reads its text from a pipe, and has begun to: more bytes are written than a pipe holds. */
