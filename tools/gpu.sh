@@ -34,7 +34,7 @@ portable   portable_lora   60  LoRA
 portable   portable_memcheck 300  compute-sanitizer on small cases
 portable   portable_racecheck 300
 portable   portable_synccheck 300  reports up, whose warps wait for one barrier at two instructions, which PTX allows
-f8         f8_kernels     120  fp8: rows, weights, up, down and dx_rows compared with the CPU bit for bit
+f8         f8_kernels     120  fp8: rows, weights, up, down, dh and dx_rows compared with the CPU bit for bit
 f8         f8_dw          120  weight gradients in fp8, also bit for bit
 f8         f8_layers      120  layers in fp8 against the oracle
 f8         f8_times       540  the forward in fp8 beside that in bf16, the paper's layers (about 120 s); build cuda_time_f8 for it
@@ -392,7 +392,7 @@ one_part() {
     lora) within "$seconds" "$bin/cuda_lora" ;;
     memcheck | synccheck) sanitize "$part" ;;
     verify) verify_all --repeats 200 ;;
-    f8_kernels) within "$seconds" "$bin/cuda_check_f8" ;;
+    f8_kernels) within "$seconds" "$bin/cuda_check_f8" && within "$seconds" "$bin/cuda_check_f8_dh" ;;
     f8_dw) within "$seconds" "$bin/cuda_check_f8_dw" ;;
     f8_layers) within "$seconds" "$bin/cuda_check_f8_layer" ;;
     f8_times) within "$seconds" "$bin/cuda_time_f8" 9 random ;;

@@ -9,8 +9,9 @@
 
 static_assert(sizeof(backward_scratch) <= sizeof((moe_layout *)0)->parts, "a layout holds it");
 
-/* The end of the memory with the four uses: that of the largest use. tile: bytes of a weight gradient's. */
-static uint64_t shared_end(const moe_problem *p, const backward_scratch *s, uint64_t tile)
+/* The end of the memory with the four uses: that of the largest use. tile: bytes of a weight gradient's. f8:
+ * the end of dO8 and its scales. */
+static uint64_t shared_end(const moe_problem *p, const backward_scratch *s, uint64_t tile, uint64_t f8)
 {
     const uint64_t parts = (uint64_t)s->parts,
                    dx = (uint64_t)(p->padded_rows * p->chunk_columns * p->element);
@@ -20,7 +21,7 @@ static uint64_t shared_end(const moe_problem *p, const backward_scratch *s, uint
         [SHARED_FOR_ROUTER] = s->router.passing_end,
         [SHARED_FOR_DX] = s->shared + moe_align_up(dx),
     };
-    uint64_t end = 0;
+    uint64_t end = f8;
     for (int use = 0; use < SHARED_USES; use++)
         if (ends[use] > end) end = ends[use];
     return end;
@@ -51,7 +52,9 @@ static void lay_out(const device_state *state, const moe_problem *p, int dw_last
     s.dh = s.ds + moe_align_up(sizeof(float) * rows * (uint64_t)(s.ds_parts + 1));
     s.q1 = s.dh + (layer->reuse_saved ? 0 : moe_align_up(rows * (uint64_t)(p->h_width * p->element)));
     s.q2 = s.q1 + moe_align_up(rows * (uint64_t)(layer->lora_rank1 * p->element));
-    s.shared = s.q2 + moe_align_up(rows * (uint64_t)(layer->lora_rank2 * p->element));
+    s.shared = s.dh8 = s.q2 + moe_align_up(rows * (uint64_t)(layer->lora_rank2 * p->element));
+    const int f8 = p->compute != SMOE_COMPUTE_STORAGE;
+    if (f8) s.shared = moe_cuda_lay_out_dh8(p, &s);
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         s.router = moe_cuda_router_scratch(state, p, s.shared);
         s.shared = s.router.end;
@@ -64,7 +67,8 @@ static void lay_out(const device_state *state, const moe_problem *p, int dw_last
         s.shared = a_end;
         s.parts1 = s.parts2 = a_end + moe_align_up(rows * (uint64_t)(p->chunk_columns * p->element));
     }
-    layout->bytes = shared_end(p, &s, tile);
+    const uint64_t f8_end = f8 ? moe_cuda_lay_out_do8(p, &s) : 0;
+    layout->bytes = shared_end(p, &s, tile, f8_end);
     memcpy(layout->parts, &s, sizeof s);
 }
 
@@ -124,6 +128,7 @@ cudaError_t moe_cuda_run_dh(backward_call *c)
         .values = moe_gate_values_of(layer),
         .lora = {c->scratch + c->at.q2, c->args->lora_a2, layer->lora_rank2},
     };
+    if (c->problem->compute != SMOE_COMPUTE_STORAGE) return moe_cuda_dh_f8(c, &dh);
     return c->state->kernels->dh(&c->on, &dh);
 }
 
@@ -257,6 +262,7 @@ cudaError_t moe_cuda_run_dx_rows(backward_call *c, int64_t first_column, int64_t
         .columns = columns,
         .lora = {c->scratch + c->at.q1, c->args->lora_a1, layer->lora_rank1},
     };
+    if (c->problem->compute != SMOE_COMPUTE_STORAGE) return moe_cuda_dx_rows_f8(c, &dx);
     return c->state->kernels->dx_rows(&c->on, &dx);
 }
 
@@ -393,6 +399,7 @@ smoe_status moe_cuda_backward(smoe_context *context, const moe_call *call, const
     const device_state *state = context->state;
     backward_call c = moe_cuda_backward_call(state, &call->problem, &call->layout, &call->plan, args,
                                              call->scratch, with_router, call->stream);
+    c.weights_f8 = call->weights_f8;
     int before;
     cudaError_t status = enter_device(state, &before);
     if (status != cudaSuccess) return device_error(context, status);

@@ -22,7 +22,7 @@ typedef struct router_scratch {
 /* The uses of the memory at the end of the scratch, in their order. A use begins when no kernel reads what
  * the use before has left there. */
 typedef enum shared_use {
-    SHARED_FOR_DW2 = 0,    /* A' and the sums of dW2's pieces: dh, dw2 */
+    SHARED_FOR_DW2 = 0,    /* A', dO8 and the sums of dW2's pieces: dh, dw2 */
     SHARED_FOR_DW1 = 1,    /* the sums of dW1's pieces: dw1 */
     SHARED_FOR_ROUTER = 2, /* dense dlogits, bias sums and the sums of dWr's pieces: router_bwd */
     SHARED_FOR_DX = 3,     /* dX~ of one chunk: dx_rows, dx */
@@ -33,6 +33,8 @@ typedef enum shared_use {
 typedef struct backward_scratch {
     uint64_t counts, tiles, pieces, splits, block_expert, ds, dh;
     uint64_t q1, q2;        /* LoRA */
+    uint64_t dh8, dh_scale; /* fp8: dH8 and its scales, for dx_rows */
+    uint64_t do_scale;      /* fp8: scales of dO8, which dh reads at parts2, before dw2 writes its sums */
     uint64_t shared;        /* where the memory with the four uses begins */
     uint64_t a, parts2;     /* SHARED_FOR_DW2; a is at its begin, or before it if dw2 comes after dx */
     uint64_t parts1;        /* SHARED_FOR_DW1 */
@@ -51,6 +53,7 @@ typedef struct backward_call {
     backward_scratch at;
     moe_cuda_backward_lists lists;
     char *scratch, *dh, *a;
+    const void *weights_f8;       /* with fp8 */
     const int32_t *block_offsets; /* as in moe_up, for dx_rows: the plan's */
     int32_t block_stride;
     const int32_t *bias_counts; /* (E) rows of an expert that db1 and db2 add: the plan's counts */
@@ -61,7 +64,7 @@ typedef struct backward_call {
     moe_launch on;
 } backward_call;
 
-/* ---- backward.c ---- */
+/* ---- backward.c; those of fp8: backward_f8.c ---- */
 
 /* 0 bytes for inference, which saves nothing for a backward. */
 void moe_cuda_lay_out_backward(const device_state *state, const moe_problem *problem, moe_layout *layout);
@@ -73,12 +76,19 @@ backward_call moe_cuda_backward_call(const device_state *state, const moe_proble
                                      const smoe_backward_args *args, char *scratch, int with_router,
                                      void *stream);
 
+/* Lays out dH8 and its scales from s->dh8 on; returns where they end. */
+uint64_t moe_cuda_lay_out_dh8(const moe_problem *problem, backward_scratch *s);
+/* Lays out dO8 and its scales from s->parts2 on; returns where they end. */
+uint64_t moe_cuda_lay_out_do8(const moe_problem *problem, backward_scratch *s);
+
 /* The stages; those that are not wanted do nothing. Not all memory in scratch is there at all times: see
  * shared_use. */
 cudaError_t moe_cuda_make_backward_lists(const backward_call *call);
 cudaError_t moe_cuda_run_dh(backward_call *call);
+cudaError_t moe_cuda_dh_f8(backward_call *call, const moe_dh *dh);
 cudaError_t moe_cuda_run_ds(const backward_call *call);
 cudaError_t moe_cuda_run_dx_rows(backward_call *call, int64_t first_column, int64_t columns);
+cudaError_t moe_cuda_dx_rows_f8(backward_call *call, const moe_dx_rows *dx);
 cudaError_t moe_cuda_run_dw2(smoe_context *context, backward_call *call);
 cudaError_t moe_cuda_run_dw1(smoe_context *context, backward_call *call);
 cudaError_t moe_cuda_run_router(smoe_context *context, backward_call *call);

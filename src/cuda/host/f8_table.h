@@ -51,6 +51,17 @@ typedef struct moe_f8_down {
     const float *w_scale; /* (experts) */
 } moe_f8_down;
 
+/* dh: dout is dO8, w2 is W2_8 transposed (experts, intermediate, hidden), dh and a are in dtype. Without
+ * LoRA.
+ */
+typedef struct moe_f8_dh {
+    moe_dh dh;
+    const float *do_scale; /* (T) */
+    const float *w_scale;  /* (experts) */
+    uint8_t *dh8;          /* out: (padded_rows, halves, intermediate), for dx_rows */
+    float *dh_scale;       /* out: (padded_rows, ceil(n / 256)) */
+} moe_f8_dh;
+
 /* dx_rows: dh is dH8 with gate columns before up columns, w1 is W1_8 transposed (experts, hidden, halves x
  * intermediate) in that order; row_width is `intermediate`. Without LoRA. */
 typedef struct moe_f8_dx_rows {
@@ -72,6 +83,7 @@ typedef struct moe_f8_kernels {
     cudaError_t (*weights)(const moe_launch *on, const moe_f8_quantized *weights);
     cudaError_t (*up)(moe_launch *on, const moe_f8_up *up);
     cudaError_t (*down)(moe_launch *on, const moe_f8_down *down);
+    cudaError_t (*dh)(moe_launch *on, const moe_f8_dh *dh);
     cudaError_t (*dx_rows)(moe_launch *on, const moe_f8_dx_rows *dx);
     int32_t (*weight_tiles)(int32_t hidden, int32_t intermediate, int32_t halves); /* of one expert, in dw */
     cudaError_t (*dw)(moe_launch *on, const moe_f8_dw *dw);

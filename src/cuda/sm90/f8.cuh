@@ -52,6 +52,29 @@ MOE_DEVICE void store_shared8(uint32_t address, uint32_t low, uint32_t high)
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(low), "r"(high) : "memory");
 }
 
+// This thread's lane. What follows from it does not stay in registers until the next call.
+MOE_DEVICE int lane_again()
+{
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
+// The value that lane i of the thread's eight lanes has.
+MOE_DEVICE int of_eight_lanes(int value, int i)
+{
+    return __shfl_sync(~0u, value, i, 8);
+}
+
+// Eight bytes to global memory that this kernel will not read again.
+MOE_DEVICE void store_streaming8_if(bool wanted, void *to, uint32_t low, uint32_t high)
+{
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p st.global.cs.v2.u32 [%0], {%1, %2};\n}" ::"l"(to),
+        "r"(low), "r"(high), "r"((uint32_t)wanted)
+        : "memory");
+}
+
 template <> struct tensor_core<e4m3> {
     template <operand_order A = K_MAJOR, operand_order B = K_MAJOR>
     static MOE_DEVICE void multiply(float (&c)[64], uint64_t a, uint64_t b, int keep)

@@ -12,6 +12,7 @@ const moe_f8_kernels moe_sm90_f8_kernels = {
     .weights = moe_sm90_f8_weights,
     .up = moe_sm90_f8_up,
     .down = moe_sm90_f8_down,
+    .dh = moe_sm90_f8_dh,
     .dx_rows = moe_sm90_f8_dx_rows,
     .weight_tiles = weight_tiles,
     .dw = moe_sm90_f8_dw,

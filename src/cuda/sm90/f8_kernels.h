@@ -11,6 +11,7 @@ extern "C" {
 
 cudaError_t moe_sm90_f8_up_init(const moe_device *device);
 cudaError_t moe_sm90_f8_down_init(const moe_device *device);
+cudaError_t moe_sm90_f8_dh_init(const moe_device *device);
 cudaError_t moe_sm90_f8_dx_rows_init(const moe_device *device);
 cudaError_t moe_sm90_f8_dw_init(const moe_device *device);
 
@@ -18,6 +19,7 @@ cudaError_t moe_sm90_f8_rows(const moe_launch *on, const moe_f8_rows *rows);
 cudaError_t moe_sm90_f8_weights(const moe_launch *on, const moe_f8_quantized *weights);
 cudaError_t moe_sm90_f8_up(moe_launch *on, const moe_f8_up *up);
 cudaError_t moe_sm90_f8_down(moe_launch *on, const moe_f8_down *down);
+cudaError_t moe_sm90_f8_dh(moe_launch *on, const moe_f8_dh *dh);
 cudaError_t moe_sm90_f8_dx_rows(moe_launch *on, const moe_f8_dx_rows *dx);
 cudaError_t moe_sm90_f8_dw(moe_launch *on, const moe_f8_dw *dw);
 

@@ -70,6 +70,23 @@ MOE_DEVICE void store_shared8(uint32_t address, uint32_t low, uint32_t high)
     emulator::write_shared(address, uint2{low, high});
 }
 
+MOE_DEVICE int lane_again()
+{
+    return emulator::current->lane;
+}
+
+MOE_DEVICE int of_eight_lanes(int value, int i)
+{
+    return emulator::gather(value)[(emulator::current->lane & ~7) | i];
+}
+
+MOE_DEVICE void store_streaming8_if(bool wanted, void *to, uint32_t low, uint32_t high)
+{
+    if (!wanted) return;
+    if ((uintptr_t)to % 8) abort();
+    memcpy(to, &low, 4), memcpy((char *)to + 4, &high, 4);
+}
+
 template <> struct tensor_core<e4m3> {
     enum { STEP = 32 };
 

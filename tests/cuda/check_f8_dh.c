@@ -1,0 +1,209 @@
+/* dh in e4m3 against f8.h on the host: dH and A' in dtype, and dH's bytes and scales, bit for bit; dS within
+ * the rounding of its sums. The tensor cores' sums are the oracle's. */
+#include "f8_cases.h"
+#include "open_cuda.h"
+
+typedef struct dh_case {
+    experts_case of;
+    int in_place; /* dH overwrites H */
+    int broken;   /* a token whose dO has a NaN, or -1 */
+} dh_case;
+
+/* What dh reads. */
+typedef struct inputs {
+    quantized dout, w2; /* (T, d); transposed: (experts, n, d) */
+    float *weights;     /* (rows), 0 in pad rows */
+    float *h;           /* (rows, width), bf16 */
+} inputs;
+
+/* What it writes, as f32 before it is rounded or quantised. */
+typedef struct results {
+    float *dh, *a;              /* (rows, width), (rows, n) */
+    double *ds, *size_of_terms; /* (groups, rows): the part of dS, the sum of its terms' magnitudes */
+} results;
+
+static int64_t width_of(const experts_case *c)
+{
+    return c->gated ? 2 * c->intermediate : c->intermediate;
+}
+
+static inputs draw_inputs(const dh_case *test, const plan *p)
+{
+    const experts_case *c = &test->of;
+    const int64_t n = c->intermediate, d = c->hidden;
+    float *dout = draw(c->tokens * d, 0), *w2 = draw(c->experts * n * d, 0);
+    for (int64_t i = 0; i < c->tokens * d; i++) dout[i] = ldexpf(dout[i], (int)(i / d * 5 % 60) - 30);
+    for (int64_t i = 0; i < c->experts * n * d; i++) w2[i] = ldexpf(w2[i], (int)(i / (n * d)) * 4 - 5);
+    if (test->broken >= 0) dout[test->broken * d + d - 1] = NAN;
+    inputs in = {.dout = quantize(dout, c->tokens, 1, d, d, 1),
+                 .w2 = quantize(w2, c->experts * n, 1, d, d, n),
+                 .weights = draw(p->rows, 0),
+                 .h = draw(p->rows * width_of(c), 0)};
+    for (int64_t r = 0; r < p->rows; r++)
+        if (p->row_token[r] < 0) in.weights[r] = 0.0f;
+    free(dout), free(w2);
+    return in;
+}
+
+/* dA' of a row's group as a worker warp gets it: x (count), fp16, times the result. */
+static float row_of_da(const dh_case *test, const inputs *in, const plan *p, int64_t r, int64_t first,
+                       int64_t count, float *x)
+{
+    const int64_t d = test->of.hidden, n = test->of.intermediate;
+    const int32_t e = p->expert_of_row[r], token = p->row_token[r];
+    uint32_t most = 0;
+    for (int64_t j = 0; j < count; j++) {
+        x[j] = token < 0 ? 0.0f
+               : token == test->broken
+                   ? NAN
+                   : product(in->dout.values + token * d, in->w2.values + (e * n + first + j) * d, d);
+        if (!isnan(x[j])) most = moe_f8_amax(most, x[j]);
+    }
+    const uint32_t exponent = most >> 23 > 20 ? most >> 23 : 20;
+    for (int64_t j = 0; j < count; j++)
+        x[j] = isnan(x[j]) ? NAN : f16(x[j] * moe_float_of((268 - exponent) << 23));
+    return moe_float_of((exponent - 14) << 23) * (in->dout.scales[token < 0 ? 0 : token] * in->w2.scales[e]);
+}
+
+/* ReGLU, or ReLU^2. */
+static void differentiate_row(const dh_case *test, const inputs *in, const plan *p, int64_t r, int64_t group,
+                              const results *to)
+{
+    const experts_case *c = &test->of;
+    const int64_t n = c->intermediate, width = width_of(c), first = group * MOE_F8_DH_FEATURES,
+                  left = n - first, count = left < MOE_F8_DH_FEATURES ? left : MOE_F8_DH_FEATURES;
+    float x[MOE_F8_DH_FEATURES];
+    const float scale = row_of_da(test, in, p, r, first, count, x), weight = in->weights[r],
+                y_weight = weight * scale, *h = in->h + r * width + first;
+    double ds = 0.0, size = 0.0;
+    for (int64_t j = 0; j < count; j++) {
+        const float y = x[j] * y_weight, positive = h[j] <= 0.0f ? 0.0f : h[j],
+                    u = c->gated ? h[n + j] : 1.0f;
+        const float value = c->gated ? positive : positive * positive;
+        const float slope = !c->gated ? 2.0f * positive : h[j] <= 0.0f ? 0.0f : 1.0f;
+        to->dh[r * width + first + j] = y * u * slope;
+        if (c->gated) to->dh[r * width + n + first + j] = y * value;
+        to->a[r * n + first + j] = weight * (value * u);
+        ds += (double)x[j] * (double)(value * u);
+        size += fabs((double)x[j] * (double)(value * u));
+    }
+    to->ds[group * p->rows + r] = ds * (double)scale,
+                             to->size_of_terms[group * p->rows + r] = size * (double)scale;
+}
+
+/* Are these the values, rounded to bf16? */
+static int same_bf16(const float *values, const uint16_t *got, int64_t count)
+{
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const float of = bf16_at(got, i);
+        wrong += isnan(values[i]) ? !isnan(of) : moe_bits_of(bf16(values[i])) != moe_bits_of(of);
+    }
+    if (wrong) printf("%lld of %lld elements differ\n", (long long)wrong, (long long)count);
+    return !wrong;
+}
+
+static int same_ds(const results *want, const float *got, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        if (isnan(want->ds[i]) ? !isnan(got[i])
+                               : !(fabs((double)got[i] - want->ds[i]) <= 1e-5 * want->size_of_terms[i]))
+            return 0;
+    return 1;
+}
+
+static void compare(const char *name, const dh_case *test, const results *want, int64_t rows,
+                    const moe_f8_dh *call)
+{
+    const experts_case *c = &test->of;
+    const int64_t n = c->intermediate, width = width_of(c), groups = moe_f8_groups(n, MOE_F8_DH_FEATURES);
+    uint16_t *dh = gpu_read(call->dh.dh, (size_t)(rows * width) * 2),
+             *a = gpu_read(call->dh.a, (size_t)(rows * n) * 2);
+    uint8_t *dh8 = gpu_read(call->dh8, (size_t)(rows * width));
+    float *scales = gpu_read(call->dh_scale, (size_t)(rows * groups) * 4),
+          *ds = gpu_read(call->dh.ds, (size_t)(rows * groups) * 4);
+    quantized q = quantize(want->dh, rows, c->gated ? 2 : 1, n, MOE_F8_DH_FEATURES, 1);
+    check(same_bf16(want->dh, dh, rows * width), name, "dH differs");
+    check(same_bf16(want->a, a, rows * n), name, "A' differs");
+    check(!memcmp(q.bytes, dh8, (size_t)(rows * width)), name, "bytes of dH differ");
+    check(!memcmp(q.scales, scales, (size_t)(rows * groups) * 4), name, "scales of dH differ");
+    check(same_ds(want, ds, rows * groups), name, "dS differs");
+    free_quantized(&q);
+    free(dh), free(a), free(dh8), free(scales), free(ds);
+}
+
+static void check_dh(moe_launch *on, const dh_case *test)
+{
+    const experts_case *c = &test->of;
+    const int64_t n = c->intermediate, width = width_of(c), groups = moe_f8_groups(n, MOE_F8_DH_FEATURES);
+    char name[80];
+    snprintf(name, sizeof name, "dh d %d n %d%s", (int)c->hidden, (int)n, c->gated ? ", gated" : "");
+    puts(name);
+    plan p = make_plan(c);
+    inputs in = draw_inputs(test, &p);
+    const results want = {malloc((size_t)(p.rows * width) * 4), malloc((size_t)(p.rows * n) * 4),
+                          malloc((size_t)(p.rows * groups) * 8), malloc((size_t)(p.rows * groups) * 8)};
+    for (int64_t i = 0; i < p.rows * groups; i++)
+        differentiate_row(test, &in, &p, i / groups, i % groups, &want);
+    const gpu_buffer h = upload(in.h, p.rows * width, SMOE_TYPE_BF16),
+                     weights = gpu_copy(in.weights, (size_t)p.rows * 4),
+                     dh = gpu_alloc((size_t)(p.rows * width) * 2), a = gpu_alloc((size_t)(p.rows * n) * 2),
+                     ds = gpu_alloc((size_t)(p.rows * groups) * 4), dh8 = gpu_alloc((size_t)(p.rows * width)),
+                     dh_scale = gpu_alloc((size_t)(p.rows * groups) * 4);
+    const moe_f8_dh call = {
+        .dh = {.dout = in.dout.device.memory,
+               .w2 = in.w2.device.memory,
+               .h = h.memory,
+               .dh = test->in_place ? h.memory : dh.memory,
+               .a = a.memory,
+               .ds = (float *)ds.memory,
+               .row_token = (int32_t *)p.tokens.memory,
+               .row_weight = (float *)weights.memory,
+               .lists = {.counts = p.lists.counts, .tiles = p.lists.tiles, .turn = p.lists.turn},
+               .padded_rows = p.rows,
+               .hidden = c->hidden,
+               .intermediate = n,
+               .experts = c->experts,
+               .gated = c->gated,
+               .activation = c->gated ? SMOE_ACTIVATION_REGLU : SMOE_ACTIVATION_RELU2},
+        .do_scale = (float *)in.dout.device_scales.memory,
+        .w_scale = (float *)in.w2.device_scales.memory,
+        .dh8 = (uint8_t *)dh8.memory,
+        .dh_scale = (float *)dh_scale.memory,
+    };
+    CHECK_CUDA(moe_sm90_f8_dh(on, &call));
+    CHECK_CUDA(cudaStreamSynchronize(on->stream));
+    compare(name, test, &want, p.rows, &call);
+    check(!gpu_free(h) && !gpu_free(weights) && !gpu_free(dh) && !gpu_free(a) && !gpu_free(ds) &&
+              !gpu_free(dh8) && !gpu_free(dh_scale),
+          name, "written outside");
+    free_quantized(&in.dout), free_quantized(&in.w2), free_plan(&p);
+    free(in.weights), free(in.h), free(want.dh), free(want.a), free(want.ds), free(want.size_of_terms);
+}
+
+int main(void)
+{
+    setvbuf(stdout, NULL, _IOLBF, 0); /* so that the last line names the case that hangs */
+    smoe_context *context = open_cuda();
+    const device_state *state = context->state;
+    if (state->kernels != &moe_sm90_kernels) {
+        printf("skipped: fp8 is for compute capability 9.0\n");
+        return EXIT_NO_DEVICE;
+    }
+    moe_launch on = launch_on(state, SMOE_TYPE_BF16, NULL);
+    static const dh_case cases[] = {
+        /* narrow tiles, one group and several, more than eight; tiles of one step; then promoted sums */
+        {{50, 144, 48, 4, {63, 0, 65, 1}, 1, 0, 0, 0, 0}, 0, 5},
+        {{50, 16, 128, 2, {64, 700}, 0, 0, 0, 0, 0}, 1, -1},
+        {{50, 272, 400, 3, {70, 1, 130}, 1, 0, 0, 0, 0}, 1, 9},
+        {{50, 64, 272, 2, {64, 500}, 0, 0, 0, 0, 0}, 0, -1},
+        {{9, 32, 2064, 2, {2, 5}, 1, 0, 0, 0, 0}, 0, -1},
+        {{20, 2576, 16, 1, {66}, 1, 0, 0, 0, 0}, 0, 3},
+        {{20, 1552, 272, 2, {5, 70}, 1, 0, 0, 0, 0}, 1, -1},
+        {{2, 1552, 2064, 1, {2}, 0, 0, 0, 0, 0}, 0, -1},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_dh(&on, &cases[i]);
+    smoe_destroy(context);
+    printf("%d failures\n", failures);
+    return failures != 0;
+}
