@@ -170,10 +170,11 @@ static void a_shortened_text_ends_the_run(void **state)
     static char output[OUTPUT_BYTES];
     put_texts(state);
     shell(state, "yes 'a text of some words' | head -100000 >long.txt");
-    const int status = run(state,
-                           "timeout -s KILL 600 sh -c '\"$@\" & p=$!; until test -e run/latest; do sleep 0.1; "
-                           "done; : >long.txt; wait $p' sh",
-                           "train " TINY "--steps 100000000 --checkpoints 100000 --out run long.txt", output);
+    const int status =
+        run(state,
+            "timeout -s KILL 600 sh -c '\"$@\" & p=$!; until test -e run/latest; do sleep 0.1; "
+            "done; : >long.txt; wait $p' sh",
+            "train " TINY "--steps 100000000 --checkpoints 100000 --out run long.txt", output);
     if (status != 3 || !strstr(output, "smoe: a file that is being read became shorter"))
         fail_msg("exit status %d, '%s'", status, output);
     expect(state, "eval -c run text.txt", 0, "");
