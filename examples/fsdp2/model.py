@@ -199,6 +199,7 @@ _TOP = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight", "nor
 
 _READ = ("rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings")
 _NEUTRAL = dict(rope_type="default", type="default", factor=1, attention_factor=1, partial_rotary_factor=1)
+_NEUTRAL.update(rotary_pct=1, rope_ratio=1)
 
 
 def _not_computed(keys: dict) -> str:

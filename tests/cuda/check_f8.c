@@ -1,7 +1,6 @@
 /* The fp8 kernels of Hopper against f8.h on the host, bit for bit: bytes and scales of rows and of weights.
  */
 #include "f8_cases.h"
-#include "open_cuda.h"
 
 /* ---- Rows ---- */
 
@@ -351,14 +350,8 @@ static void check_dx(moe_launch *on, const experts_case *c)
 
 int main(void)
 {
-    setvbuf(stdout, NULL, _IOLBF, 0); /* so that the last line names the kernel that hangs */
-    smoe_context *context = open_cuda();
-    const device_state *state = context->state;
-    if (state->kernels != &moe_sm90_kernels) {
-        printf("skipped: fp8 is for compute capability 9.0\n");
-        return EXIT_NO_DEVICE;
-    }
-    moe_launch on = launch_on(state, SMOE_TYPE_BF16, NULL);
+    smoe_context *context = open_hopper();
+    moe_launch on = launch_on(context->state, SMOE_TYPE_BF16, NULL);
     check_rows(&on, 300, 16);
     check_rows(&on, 9, 2064);
     static const shape shapes[] = {

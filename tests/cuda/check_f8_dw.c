@@ -1,14 +1,7 @@
 /* fp8's weight gradients on Hopper, from bytes and exponents as f8.h has them: f32 gradients bit for bit as
  * the oracle's model of the tensor cores gives them, and within 0.02 of exact sums. */
-#include "gpu.h"
-#include "host/device.h"
-#include "open_cuda.h"
-#include "oracle/f8.h"
-#include "oracle/number.h"
+#include "f8_cases.h"
 #include "schedule/weight_tiles.h"
-#include "sm90/f8_kernels.h"
-
-#include <math.h>
 
 enum { EXPERTS = 4, MOST_PIECES = 64 };
 
@@ -36,26 +29,9 @@ typedef struct operands {
     uint8_t *left, *right; /* (tokens, d), (rows, halves, n) */
 } operands;
 
-static int failures;
-
 static int64_t lesser(int64_t a, int64_t b)
 {
     return a < b ? a : b;
-}
-
-static void check(int ok, const char *name, const char *what)
-{
-    if (ok) return;
-    printf("%s: %s\n", name, what);
-    failures++;
-}
-
-static uint64_t random_state = 1;
-
-static float uniform(void)
-{
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    return (float)(int32_t)(random_state >> 32) * 0x1p-31f;
 }
 
 /* ---- Operands, quantised as the CPU backend does it ---- */
@@ -147,21 +123,6 @@ static double *doubles(int64_t count)
     return malloc((size_t)count * sizeof(double));
 }
 
-static float f16(float x)
-{
-    return (float)oracle_round_to((double)x, SMOE_TYPE_F16);
-}
-
-/* The sum over `rows` rows as the accumulators have it in the end (gemm_f8.cuh). */
-static float sum_of_rows(oracle_f8_line a, oracle_f8_line b, int64_t rows)
-{
-    float sum = 0.0f;
-    if (rows <= 1536) return (float)oracle_f8_sum(a, b, rows, true);
-    for (; rows > 1024; a.at += 1024 * a.step, b.at += 1024 * b.step, rows -= 1024)
-        sum = f16(fmaf((float)oracle_f8_sum(a, b, 1024, true), 0x1p-14f, sum));
-    return fmaf(sum, 0x1p14f, (float)oracle_f8_sum(a, b, rows, true));
-}
-
 typedef struct result {
     float *model;  /* (E, halves, n, d): f32 */
     double *exact; /* of the same decoded bytes */
@@ -195,8 +156,8 @@ static void multiply_group(const dw_case *c, const operands *o, int e, int64_t h
             for (int32_t piece = 0; piece < pieces; piece++) {
                 const int64_t at = 64 * moe_cut(blocks, pieces, piece),
                               count = 64 * moe_cut(blocks, pieces, piece + 1) - at;
-                sum += sum_of_rows((oracle_f8_line){left + at * d + i, d},
-                                   (oracle_f8_line){b + at * o->width, o->width}, count) *
+                sum += promoted_sum((oracle_f8_line){left + at * d + i, d},
+                                    (oracle_f8_line){b + at * o->width, o->width}, count) *
                        moe_f8_power(most);
             }
             for (int64_t r = 0; r < rows; r++) exact += left[r * d + i] * b[r * o->width];
@@ -260,11 +221,6 @@ static work make_work(const dw_case *c, const operands *o)
 
 /* ---- Comparison ---- */
 
-static float bf16(float x)
-{
-    return moe_float_of((moe_bits_of(x) + 0x7fffu + (moe_bits_of(x) >> 16 & 1)) & 0xffff0000u);
-}
-
 /* What the gradient has before the call, with accumulate. */
 static float old_value(int64_t element)
 {
@@ -282,7 +238,7 @@ static int64_t place_of(const dw_case *c, int64_t e, int64_t half, int64_t j, in
 static float got_at(const dw_case *c, const void *gradient, int64_t element)
 {
     if (c->f32) return ((const float *)gradient)[element];
-    return moe_float_of((uint32_t)((const uint16_t *)gradient)[element] << 16);
+    return bf16_at(gradient, element);
 }
 
 static void compare(const dw_case *c, const char *name, const operands *o, const result *wanted,
@@ -381,14 +337,8 @@ static void check_dw(moe_launch *on, const dw_case *c)
 
 int main(void)
 {
-    setvbuf(stdout, NULL, _IOLBF, 0); /* so that the last line names the case that hangs */
-    smoe_context *context = open_cuda();
-    const device_state *state = context->state;
-    if (state->kernels != &moe_sm90_kernels) {
-        printf("skipped: fp8 is for compute capability 9.0\n");
-        return EXIT_NO_DEVICE;
-    }
-    moe_launch on = launch_on(state, SMOE_TYPE_BF16, NULL);
+    smoe_context *context = open_hopper();
+    moe_launch on = launch_on(context->state, SMOE_TYPE_BF16, NULL);
     static const dw_case cases[] = {
         {INTEGERS, 16, 16, {65, 0, 64, 63}, 1, 0, 0, 0, 1, 999},
         {INTEGERS, 144, 272, {1, 0, 4096, 65}, 1, 0, 0, 0, 1, 999},

@@ -1,15 +1,27 @@
-/* What check_f8.c and check_f8_dh.c share: random values, quantised values, and the plan of a case, all on
- * the host and on the device. */
+/* What the checks of fp8's kernels share: the context, random values, quantised values, and the plan of a
+ * case, all on the host and on the device. */
 #ifndef TESTS_CUDA_F8_CASES_H
 #define TESTS_CUDA_F8_CASES_H
 
 #include "gpu.h"
 #include "host/device.h"
+#include "open_cuda.h"
 #include "oracle/f8.h"
 #include "oracle/number.h"
 #include "sm90/f8_kernels.h"
 
 #include <math.h>
+
+/* A context with Hopper's kernels; without them the program ends as skipped. Each line of the output is
+ * written at once, so that the last one names what hangs. */
+static inline smoe_context *open_hopper(void)
+{
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    smoe_context *context = open_cuda();
+    if (((const device_state *)context->state)->kernels == &moe_sm90_kernels) return context;
+    printf("skipped: fp8 is for compute capability 9.0\n");
+    exit(EXIT_NO_DEVICE);
+}
 
 static int failures;
 
@@ -173,18 +185,19 @@ static inline float f16(float x)
     return (float)oracle_round_to((double)x, SMOE_TYPE_F16);
 }
 
-/* What the accumulator of a row and a column has in the end (gemm_f8.cuh). */
-static inline float product(const double *a, const double *b, int64_t count)
+/* What an accumulator has in the end (gemm_f8.cuh). */
+static inline float promoted_sum(oracle_f8_line a, oracle_f8_line b, int64_t count)
 {
     float sum = 0.0f;
-    if (count <= 1536)
-        return (float)oracle_f8_sum((oracle_f8_line){a, 1}, (oracle_f8_line){b, 1}, count, true);
-    for (; count > 1024; a += 1024, b += 1024, count -= 1024) {
-        const oracle_f8_line left = {a, 1}, right = {b, 1};
-        sum = f16(fmaf((float)oracle_f8_sum(left, right, 1024, true), 0x1p-14f, sum));
-    }
-    return fmaf(sum, 0x1p14f,
-                (float)oracle_f8_sum((oracle_f8_line){a, 1}, (oracle_f8_line){b, 1}, count, true));
+    if (count <= 1536) return (float)oracle_f8_sum(a, b, count, true);
+    for (; count > 1024; a.at += 1024 * a.step, b.at += 1024 * b.step, count -= 1024)
+        sum = f16(fmaf((float)oracle_f8_sum(a, b, 1024, true), 0x1p-14f, sum));
+    return fmaf(sum, 0x1p14f, (float)oracle_f8_sum(a, b, count, true));
+}
+
+static inline float product(const double *a, const double *b, int64_t count)
+{
+    return promoted_sum((oracle_f8_line){a, 1}, (oracle_f8_line){b, 1}, count);
 }
 
 static inline float bf16_at(const uint16_t *p, int64_t i)
