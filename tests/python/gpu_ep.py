@@ -63,6 +63,7 @@ def replayed(function, given, dout):
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        given = leaves(given)  # new ones: PyTorch accumulates the gradient of a tensor in the stream that first used it
         for _ in range(3):
             step(function, given, dout)
     torch.cuda.current_stream().wait_stream(stream)
