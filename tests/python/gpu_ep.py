@@ -145,8 +145,14 @@ def modules(rank, ranks):
 
 def transformers(rank, ranks, folder):
     import models
-    import test_transformers_ep as cases
+    import pytest
 
+    try:
+        import test_transformers_ep as cases
+    except pytest.skip.Exception as reason:
+        if rank == 0:
+            print(f"ep: Transformers' expert parallelism is left out, it {reason}")
+        return
     if rank == 0:
         for name in cases.NAMES:
             models.tiny(name, **cases.SEED).save_pretrained(f"{folder}/{name}")
