@@ -1,7 +1,7 @@
 # The component `gpu`, for tools/gpu.sh on a machine that may have no compilers: the programs that need a GPU, as far as they are
 # built, the libraries that such a machine may lack, and scripts and texts.
 foreach(target smoe_cli cuda_check_route cuda_check_limits cuda_check_sms cuda_check_ep cuda_check_ep_failures example_ep_cuda_layer cuda_lora
-    cuda_check_f8 cuda_check_f8_dh cuda_check_f8_dw cuda_check_f8_layer cuda_time_f8 cuda_check_train_ops cuda_check_train_model
+    cuda_check_f8 cuda_check_f8_dh cuda_check_f8_dw cuda_check_f8_layer cuda_time_f8 cuda_time_f8_backward cuda_check_train_ops cuda_check_train_model
     cuda_variants cuda_time_ep)
   if(TARGET ${target})
     install(PROGRAMS $<TARGET_FILE:${target}> DESTINATION bin COMPONENT gpu EXCLUDE_FROM_ALL OPTIONAL)

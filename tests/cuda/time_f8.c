@@ -1,43 +1,18 @@
-/* Times the forward with the experts' GEMMs in e4m3 beside that in bf16:
- *
- *   time_f8 ROUNDS random|uniform [T,d,n,E,K]...
- *
- * Without layers the twelve of the paper are measured, with 9 rounds in about two minutes. SwiGLU, from
- * given top-K. The forward is plan, up, down and combine; with e4m3 it also quantises X. All jobs take turns
- * in one process: in its turn a job first runs for SETTLE_MS, so that the GPU is at its power limit, and then
- * LAUNCHES launches of its CUDA graph are timed. Times are medians over the rounds, in ms.
+/* Times the forward with the experts' GEMMs in e4m3 beside that in bf16; time_f8.h has the command line. With
+ * 9 rounds the paper's layers take about two minutes. The forward is plan, up, down and combine; with e4m3 it
+ * also quantises X.
  *
  * The last lines have geometric means over the layers, and what issue 52 decides by them. The exit status is
- * 1 if the results of both forwards differ by more than MOST_ERROR: the recipe's error is 6.6 %. */
-#include "base/turns.h"
-#include "bench/median.h"
-#include "gpu.h"
+ * 1 if the results of both forwards differ by more than MOST_ERROR. */
+#include "time_f8.h"
 #include "host/forward.h"
-#include "route_cases.h"
-#include "sm90/f8_kernels.h"
 
-#include <math.h>
-
-enum { MOST_ROUNDS = 100, SETTLE_MS = 15, LAUNCHES = 8, PATTERN = 1 << 22, LEAST_LAUNCHES = 4 };
-static const double MOST_ERROR = 0.10, LEAST_FORWARD = 1.22, TARGET_FORWARD = 1.28;
+enum { LAUNCHES = 8 };
+static const double LEAST_FORWARD = 1.22, TARGET_FORWARD = 1.28;
 static const double WEIGHTS_BYTES_A_SECOND = 3.7e12, MOST_OF_WEIGHTS_TIME = 1.15;
 
 typedef enum job { FORWARD, UP, DOWN, FORWARD_F8, ROWS_F8, UP_F8, DOWN_F8, WEIGHTS_F8, JOBS } job;
 static_assert((int)JOBS <= (int)TURNS_MOST, "jobs that take turns");
-
-typedef struct layer {
-    const char *name;
-    int64_t tokens, hidden, intermediate, experts, topk;
-} layer;
-
-static const layer paper[] = {
-    {"1.4B-n256", 40960, 768, 256, 128, 8},    {"1.4B-n512", 40960, 768, 512, 64, 4},
-    {"1.4B-n1024", 40960, 768, 1024, 32, 2},   {"7B-n256", 24576, 1536, 256, 128, 8},
-    {"7B-n512", 24576, 1536, 512, 64, 4},      {"7B-n1024", 24576, 1536, 1024, 32, 2},
-    {"30B-n256", 32768, 4096, 256, 256, 16},   {"30B-n512", 32768, 4096, 512, 128, 8},
-    {"30B-n1024", 32768, 4096, 1024, 64, 4},   {"120B-n512", 32768, 4096, 512, 256, 16},
-    {"120B-n1024", 32768, 4096, 1024, 128, 8}, {"120B-n2048", 32768, 4096, 2048, 64, 4},
-};
 
 /* A layer, and what both forwards need for it. */
 typedef struct problem {
@@ -51,68 +26,9 @@ typedef struct problem {
     gpu_buffer x8, x_scale, a8, a_scale, weights_f8;
     cudaStream_t stream;
     cudaGraphExec_t graphs[JOBS];
-    double ms[JOBS][MOST_ROUNDS];
 } problem;
 
-static uint16_t to_bf16(float value)
-{
-    return (uint16_t)((moe_bits_of(value) + 0x8000) >> 16);
-}
-
-/* `count` normal numbers times `scale`: copies of parts of one pattern, each part with another start. */
-static gpu_buffer normal(int64_t count, float scale, uint64_t seed)
-{
-    uint16_t *host = malloc(sizeof *host * PATTERN);
-    for (int i = 0; i < PATTERN; i++) host[i] = to_bf16(scale * bell(&seed));
-    const gpu_buffer made = gpu_alloc((size_t)count * 2);
-    for (int64_t done = 0, run = 0; done < count; run++) {
-        const int64_t from = run * 8200 % (PATTERN / 2), rest = count - done;
-        const int64_t length = rest < PATTERN - from ? rest : PATTERN - from;
-        CHECK_CUDA(
-            cudaMemcpy(made.memory + done * 2, host + from, (size_t)length * 2, cudaMemcpyHostToDevice));
-        done += length;
-    }
-    CHECK_CUDA(cudaDeviceSynchronize()); /* a non-blocking stream does not wait for the last bytes */
-    free(host);
-    return made;
-}
-
-/* K different experts for each token: drawn at random, or in turn, so that all have equal counts. */
-static gpu_buffer route(const layer *l, int uniform)
-{
-    int32_t *ids = malloc((size_t)(l->tokens * l->topk) * sizeof *ids);
-    uint64_t random = 3;
-    for (int64_t i = 0; i < l->tokens * l->topk; i++) {
-        int again = 1;
-        while (again) {
-            ids[i] = (int32_t)((uniform ? (uint64_t)i : next_random(&random)) % (uint64_t)l->experts);
-            again = 0;
-            for (int64_t j = i - i % l->topk; j < i; j++) again |= ids[j] == ids[i];
-        }
-    }
-    const gpu_buffer made = gpu_copy(ids, (size_t)(l->tokens * l->topk) * sizeof *ids);
-    free(ids);
-    return made;
-}
-
-static gpu_buffer equal_weights(const layer *l)
-{
-    const int64_t count = l->tokens * l->topk;
-    float *host = malloc((size_t)count * sizeof *host);
-    for (int64_t i = 0; i < count; i++) host[i] = 1.0f / (float)l->topk;
-    const gpu_buffer made = gpu_copy(host, (size_t)count * sizeof *host);
-    free(host);
-    return made;
-}
-
-static void must(smoe_context *context, smoe_status status)
-{
-    if (status == SMOE_OK) return;
-    fprintf(stderr, "time_f8: %s\n", smoe_last_error(context));
-    exit(3);
-}
-
-static void make_inputs(problem *p, const layer *l, int uniform)
+static void make_inputs(problem *p, const timed_layer *l, int uniform)
 {
     const int64_t T = l->tokens, d = l->hidden, n = l->intermediate, E = l->experts;
     p->x = normal(T * d, 1.0f, 11);
@@ -123,12 +39,9 @@ static void make_inputs(problem *p, const layer *l, int uniform)
     p->out = gpu_alloc((size_t)(T * d) * 2);
 }
 
-static void make_problem(problem *p, const layer *l, int uniform)
+static void make_problem(problem *p, const timed_layer *l, int uniform)
 {
-    smoe_layer description = SMOE_LAYER_INIT;
-    description.tokens = l->tokens, description.hidden = l->hidden, description.topk = l->topk;
-    description.intermediate = l->intermediate, description.experts = l->experts;
-    description.entry = SMOE_ENTRY_FROM_TOPK;
+    const smoe_layer description = describe(l);
     moe_problem *checked = &p->call.problem;
     moe_problem_init(checked, &description);
     moe_cuda_lay_out_forward(p->state, checked, &p->call.layout);
@@ -270,71 +183,28 @@ static void enqueue(problem *p, job which)
 static void record(problem *p)
 {
     for (job j = FORWARD; j < JOBS; j++) {
-        cudaGraph_t graph;
         CHECK_CUDA(cudaStreamBeginCapture(p->stream, cudaStreamCaptureModeThreadLocal));
         enqueue(p, j);
-        CHECK_CUDA(cudaStreamEndCapture(p->stream, &graph));
-        CHECK_CUDA(cudaGraphInstantiate(&p->graphs[j], graph, 0));
-        CHECK_CUDA(cudaGraphDestroy(graph));
+        p->graphs[j] = end_capture(p->stream);
     }
 }
 
 /* ---- Times and results ---- */
 
-static double launch(problem *p, job which, int launches)
-{
-    cudaEvent_t begin, end;
-    float ms;
-    CHECK_CUDA(cudaEventCreate(&begin));
-    CHECK_CUDA(cudaEventCreate(&end));
-    CHECK_CUDA(cudaEventRecord(begin, p->stream));
-    for (int i = 0; i < launches; i++) CHECK_CUDA(cudaGraphLaunch(p->graphs[which], p->stream));
-    CHECK_CUDA(cudaEventRecord(end, p->stream));
-    CHECK_CUDA(cudaStreamSynchronize(p->stream));
-    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    CHECK_CUDA(cudaEventDestroy(begin));
-    CHECK_CUDA(cudaEventDestroy(end));
-    return ms / launches;
-}
-
-static void time_jobs(problem *p, int rounds)
-{
-    int settle[JOBS];
-    for (job j = FORWARD; j < JOBS; j++) { /* the first launch is not counted */
-        launch(p, j, 1);
-        settle[j] = (int)(SETTLE_MS / launch(p, j, LEAST_LAUNCHES)) + 1;
-    }
-    for (int round = 0; round < rounds; round++)
-        for (int i = 0; i < JOBS; i++) {
-            const job j = (job)turn_of(1, round, i, JOBS);
-            launch(p, j, settle[j]);
-            p->ms[j][round] = launch(p, j, LAUNCHES);
-        }
-}
-
-static float bf16_at(const uint16_t *p, int64_t i)
-{
-    return moe_float_of((uint32_t)p[i] << 16);
-}
-
 /* |O of e4m3 - O of bf16| / |O of bf16|, Frobenius; also quantises the weights. */
 static double difference(problem *p)
 {
     const int64_t count = p->call.problem.layer.tokens * p->call.problem.layer.hidden;
-    uint16_t *results[2];
+    const gpu_buffer bf = gpu_alloc((size_t)count * 2);
+    enqueue(p, FORWARD);
+    CHECK_CUDA(
+        cudaMemcpyAsync(bf.memory, p->out.memory, (size_t)count * 2, cudaMemcpyDeviceToDevice, p->stream));
     enqueue_weights(p);
-    for (int f8 = 0; f8 < 2; f8++) {
-        enqueue(p, f8 ? FORWARD_F8 : FORWARD);
-        CHECK_CUDA(cudaStreamSynchronize(p->stream));
-        results[f8] = gpu_read(p->out.memory, (size_t)count * 2);
-    }
-    double squares = 0.0, differences = 0.0;
-    for (int64_t i = 0; i < count; i++) {
-        const double want = (double)bf16_at(results[0], i), error = (double)bf16_at(results[1], i) - want;
-        squares += want * want, differences += error * error;
-    }
-    free(results[0]), free(results[1]);
-    return sqrt(differences / squares);
+    enqueue(p, FORWARD_F8);
+    CHECK_CUDA(cudaStreamSynchronize(p->stream));
+    const double error = difference_of(p->out.memory, bf.memory, count);
+    gpu_free(bf);
+    return error;
 }
 
 static void free_problem(problem *p)
@@ -353,16 +223,15 @@ typedef struct sums {
     int layers;
 } sums;
 
-static int measure(smoe_context *context, const layer *l, int uniform, int rounds, sums *s)
+static int measure(const settings *how, const timed_layer *l, sums *s)
 {
     problem *p = calloc(1, sizeof *p);
-    p->context = context, p->state = context->state;
-    make_problem(p, l, uniform);
+    p->context = how->context, p->state = how->context->state;
+    make_problem(p, l, how->uniform);
     const double error = difference(p);
     record(p);
-    time_jobs(p, rounds);
     double ms[JOBS];
-    for (job j = FORWARD; j < JOBS; j++) ms[j] = middle_of(p->ms[j], rounds).median;
+    take_turns(p->stream, p->graphs, NULL, JOBS, how->rounds, LAUNCHES, ms);
     const double forward = ms[FORWARD] / ms[FORWARD_F8];
     const double with_weights = ms[FORWARD] / (ms[FORWARD_F8] + ms[WEIGHTS_F8]);
     const double bytes = 12.0 * (double)(l->experts * l->hidden * l->intermediate);
@@ -396,38 +265,12 @@ static void decide(const sums *s)
 
 int main(int argc, char **argv)
 {
-    const int rounds = argc > 1 ? atoi(argv[1]) : 0;
-    if (argc < 3 || rounds < 1 || rounds > MOST_ROUNDS ||
-        (strcmp(argv[2], "random") && strcmp(argv[2], "uniform"))) {
-        fprintf(stderr, "time_f8 ROUNDS random|uniform [T,d,n,E,K]...  (1 to %d rounds)\n", MOST_ROUNDS);
-        return 2;
-    }
-    char text[400] = "";
-    smoe_context *context;
-    smoe_context_options options = SMOE_CONTEXT_OPTIONS_INIT;
-    options.backend = SMOE_BACKEND_CUDA;
-    options.error_text = text, options.error_size = sizeof text;
-    const smoe_status status = smoe_create(&context, &options);
-    if (status != SMOE_OK || ((const device_state *)context->state)->kernels != &moe_sm90_kernels) {
-        printf("no device of compute capability 9.0: %s\n", text);
-        return 77;
-    }
-    printf("times of bf16, e4m3, their ratio; %s routing, %d rounds\n", argv[2], rounds);
+    const settings how = open_settings("time_f8", argc, argv);
     sums s = {0};
+    timed_layer l;
     int failed = 0;
-    const int uniform = !strcmp(argv[2], "uniform");
-    for (size_t i = 0; argc == 3 && i < sizeof paper / sizeof *paper; i++)
-        failed |= measure(context, &paper[i], uniform, rounds, &s);
-    for (int i = 3; i < argc; i++) {
-        long long v[5];
-        if (sscanf(argv[i], "%lld,%lld,%lld,%lld,%lld", v, v + 1, v + 2, v + 3, v + 4) != 5) {
-            fprintf(stderr, "time_f8: '%s' is not T,d,n,E,K\n", argv[i]);
-            return 2;
-        }
-        const layer l = {argv[i], v[0], v[1], v[2], v[3], v[4]};
-        failed |= measure(context, &l, uniform, rounds, &s);
-    }
+    for (int i = 0; next_layer("time_f8", argc, argv, i, &l); i++) failed |= measure(&how, &l, &s);
     decide(&s);
-    smoe_destroy(context);
+    smoe_destroy(how.context);
     return failed;
 }

@@ -67,7 +67,7 @@ esac"
 program cuda_check_route 'sleep 60'
 program cuda_check_limits 'echo no GPU: skipped; exit 77'
 program cuda_check_sms 'echo 0 failures'
-for each in cuda_check_f8 cuda_check_f8_dh cuda_check_f8_dw cuda_check_f8_layer cuda_time_f8; do program $each "echo \"\${0##*/}\${1:+ \$*}\""; done
+for each in cuda_check_f8 cuda_check_f8_dh cuda_check_f8_dw cuda_check_f8_layer cuda_time_f8 cuda_time_f8_backward; do program $each "echo \"\${0##*/}\${1:+ \$*}\""; done
 program compute-sanitizer "echo \"\$*\" >>'$folder/sanitized'; case \"\$*\" in *'one token'*) exit 1 ;; esac"
 
 budget=300
@@ -95,6 +95,7 @@ run 0 f8
 untimed "cuda_check_f8_dh"
 untimed "cuda_check_f8_layer"
 untimed "cuda_time_f8 9 random"
+untimed "cuda_time_f8_backward 7 random"
 run 1 portable_synccheck
 untimed "== portable_synccheck: FAILED (exit 1)"
 [ "$(grep -c 'tool synccheck.*--kernels portable' "$folder/sanitized")" -eq 5 ] || { echo "no case after the one that fails"; wrong=1; }
