@@ -229,7 +229,7 @@ class Liger(Implementation):
 class DeepGemm(Implementation):
     """DeepGEMM's grouped GEMMs, and what is around them (deepgemm.py)."""
 
-    name, packages, install = "deepgemm", ("sgl-deep-gemm", "torch"), "pip install sgl-deep-gemm==0.2.5"
+    name, packages, install = "deepgemm", ("sgl-deep-gemm", "torch"), "pip install sgl-deep-gemm==0.1.5.post1"
 
     def load(self):
         import deep_gemm

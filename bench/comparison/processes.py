@@ -5,8 +5,10 @@ import os
 import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+FOREVER = float("inf")
 ENTRY = Path(__file__).resolve().parent.parent / "peers.py"
 
 # Triton then multiplies by mma.sync, as it does on GPUs before Hopper. The folder has the code of these processes alone, so
@@ -21,11 +23,15 @@ class Failed(RuntimeError):
 
 
 class Died(RuntimeError):
-    """A measuring process ended while `peer` was running in it."""
+    """A measuring process ended while `peer` was running in it, or was ended because `peer` took too long."""
 
-    def __init__(self, peer, status):
-        super().__init__(f"its process ended with status {status}")
+    def __init__(self, peer, why):
+        super().__init__(why)
         self.peer = peer
+
+
+class TimeUp(RuntimeError):
+    """The run's time was up before the answer came. The process was killed."""
 
 
 class Process:
@@ -48,26 +54,37 @@ class Process:
         except OSError as error:
             raise Failed(f"{self.python}: {error.strerror}") from None
 
-    def ask(self, do, **arguments):
-        """Sends a command and returns the answer. Raises Died if the process ends first."""
+    def ask(self, do, *, limit=FOREVER, deadline=FOREVER, begins=None, **arguments):
+        """Sends a command and returns the answer. Raises Died if the process ends first, and if an implementation takes more
+        than `limit` seconds; TimeUp at `deadline`, by time.monotonic. begins(peer) is called as soon as one begins."""
         try:
             self.child.stdin.write(json.dumps({"do": do} | arguments).encode() + b"\n")
             self.child.stdin.flush()
         except OSError:
-            raise Died(self.at, self.child.wait()) from None
-        while (line := self._line()) is not None:
+            raise self._died() from None
+        while (line := self._line(limit, deadline)) is not None:
             message = json.loads(line)
             if "done" in message:
                 return message["done"]
             self.at = message["at"]
-        raise Died(self.at, self.child.wait())
+            if begins:
+                begins(self.at)
+        raise self._died()
 
-    def _line(self):
+    def _died(self):
+        return Died(self.at, f"its process ended with status {self.child.wait()}")
+
+    def _line(self, limit, deadline):
         """The next line of the process, None once the process has ended. A process that it started may live longer and
         keep the pipe open, so the end of the pipe alone does not show that the process has ended."""
+        late = time.monotonic() + limit
         while b"\n" not in self.unread:
             ended = self.child.poll() is not None
-            if select.select([self.child.stdout], [], [], 0 if ended else 1)[0]:
+            left = min(late, deadline) - time.monotonic()
+            if left <= 0 and not ended:
+                self.child.kill()
+                raise TimeUp(self.at or "torch") if deadline <= late else Died(self.at, f"no answer within {limit:g} s")
+            if select.select([self.child.stdout], [], [], 0 if ended else min(left, 1))[0]:
                 more = os.read(self.child.stdout.fileno(), 65536)
                 if not more:
                     return None

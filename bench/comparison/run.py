@@ -7,7 +7,7 @@ import sys
 import time
 
 from . import records
-from .processes import VARIABLES, Died, Failed, group
+from .processes import VARIABLES, Died, Failed, TimeUp, group
 
 BASE = "smoe"
 PEERS = (
@@ -105,12 +105,25 @@ class Run:
     def _environment(self, tuning):
         return NEW_TUNING if tuning else {}
 
+    def _ask(self, process, do, more=0.0, **arguments):
+        """A command other than turns. It ends at the deadline, or if an implementation takes `more` than --peer-seconds."""
+        return process.ask(do, limit=self.options.peer_seconds + more, deadline=self.deadline, **arguments)
+
+    def _hello(self, process):
+        """What the process says of itself. A peer that ends it, or does not answer, is left out."""
+        while True:
+            process.start()
+            try:
+                return self._ask(process, "hello", device=self.options.device, peers=process.peers)
+            except Died as died:
+                if died.peer in (None, BASE):
+                    raise Failed(f"{process.python} could not load {died.peer or 'torch'}: {died}") from None
+                say(f"{died.peer} left out, could not be loaded: {died}")
+                process.peers.remove(died.peer)
+                process.stop()
+
     def _start_one(self, process):
-        process.start()
-        try:
-            facts = process.ask("hello", device=self.options.device, peers=process.peers)
-        except Died as died:
-            raise Failed(f"{process.python} could not load {died.peer or 'torch'}: {died}") from None
+        facts = self._hello(process)
         if "no_device" in facts:
             raise Failed(f"{facts['no_device']}; --device cpu measures tiny layers without one")
         self.device = facts["device"]
@@ -140,6 +153,9 @@ class Run:
                 self.start(self.options.peers, self._environment(tuning))
                 if self._measure_tuning(tuning):
                     return True
+            except TimeUp as late:
+                say(f"time was up while {late} was loaded or prepared")
+                return True
             finally:
                 self.stop()
         return False
@@ -212,21 +228,34 @@ class Run:
         return rounds < self.options.least_rounds or time.monotonic() - begin < self.options.shape_seconds
 
     def _prepare(self, process, shape, part, routing, wanted, found):
-        o = self.options
+        o, begun = self.options, []
+
+        def begins(peer):
+            begun.append((peer, time.monotonic()))
+            say(f"  {peer} is prepared")
+
         while True:
             peers = [BASE] + [peer for peer in process.peers if peer in wanted and peer != BASE]
+            begun.clear()
             try:
-                return process.ask(
-                    "prepare", shape=list(shape), part=part, routing=routing, dtype=o.dtype, seed=o.seed,
-                    passes=o.passes_of(shape), new_t=o.new_t, peers=peers,
+                ready = self._ask(
+                    process, "prepare", shape=list(shape), part=part, routing=routing, dtype=o.dtype, seed=o.seed,
+                    passes=o.passes_of(shape), new_t=o.new_t, peers=peers, begins=begins,
                 )["measured"]  # fmt: skip
             except Died as died:
                 self._leave_out(process, died, found)
+                continue
+            ends = [begin for _, begin in begun[1:]] + [time.monotonic()]
+            took = [f"{peer} {end - begin:.1f}" for (peer, begin), end in zip(begun, ends, strict=False)]
+            say(f"  seconds of preparing: {', '.join(took)}")
+            return ready
 
     def _round(self, process, index, rounds, found):
         o = self.options
         try:
-            answer = process.ask("round", index=index, layer=self.layer, settle_s=o.settle, timed_s=o.timed)
+            answer = process.ask(
+                "round", limit=o.peer_seconds, index=index, layer=self.layer, settle_s=o.settle, timed_s=o.timed
+            )
             rounds.append(answer["times"])
             return True
         except Died as died:
@@ -238,7 +267,9 @@ class Run:
         rounds = []
         try:
             for index in range(self.options.least_rounds if self.options.kernels else 0):
-                answer = process.ask("kernels", index=index, layer=self.layer, settle_s=self.options.settle)
+                answer = process.ask(
+                    "kernels", limit=self.options.peer_seconds, index=index, layer=self.layer, settle_s=self.options.settle
+                )
                 rounds.append(answer["kernels"])
         except Died as died:
             self._leave_out(process, died, found)
@@ -246,7 +277,7 @@ class Run:
 
     def _drop(self, process):
         try:
-            process.ask("drop")
+            process.ask("drop", limit=self.options.peer_seconds)
         except Died:
             pass  # all rounds are measured; the next command finds the process ended
 
@@ -308,12 +339,15 @@ class Run:
         except Died as died:
             say(f"{peer} could not be loaded: {died}")
             return False
+        except TimeUp:
+            say(f"time was up while {peer} was measured")
+            return True
         finally:
             self.stop()
 
     def _step_in(self, process, model, peer, tuning):
         o = self.options
-        facts = process.ask("hello", device=o.device, peers=[peer])
+        facts = self._ask(process, "hello", device=o.device, peers=[peer])
         if "no_device" in facts:
             raise Failed(facts["no_device"])
         self.device = facts["device"]
@@ -327,7 +361,7 @@ class Run:
             return True
         say(f"step of {model}, {peer}")
         try:
-            answer = process.ask("step", model=model, peer=peer, seconds=o.shape_seconds)
+            answer = self._ask(process, "step", more=o.shape_seconds, model=model, peer=peer, seconds=o.shape_seconds)
         except Died as died:
             answer = {"failed": str(died)}
         if "failed" in answer:

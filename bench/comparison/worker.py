@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from . import implementations, timing
+from . import implementations, timing, tuning
 from .inputs import Inputs
 from .measured import Measured, new_t_seconds
 from .suites import Shape
@@ -23,7 +23,8 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 def one_line(error):
-    text = " ".join(str(error).split())
+    """The error and its cause: torch says that it could not load a library, and the cause says why."""
+    text = " ".join(f"{error}: {error.__cause__}".removesuffix(": None").split())
     return f"{type(error).__name__}: {text[:300]}"
 
 
@@ -51,6 +52,7 @@ class Worker:
         name = torch.cuda.get_device_name() if device == "cuda" else f"CPU {platform.machine()}"
         if device == "cuda":
             torch.zeros(1, device="cuda")
+            tuning.compile_side_by_side()
         return {"device": name, "peers": {peer: self._load(peer) for peer in peers}}
 
     def _load(self, name):

@@ -4,7 +4,9 @@ import argparse
 import contextlib
 import os
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import reference as plain
@@ -14,7 +16,7 @@ from conftest import make_layer
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
-from comparison import deepgemm, implementations, inputs, measured, reference, run, step, suites, timing, worker  # noqa: E402
+from comparison import deepgemm, implementations, inputs, measured, reference, run, step, suites, timing, tuning, worker  # noqa: E402
 
 TINY = suites.TINY[0]
 
@@ -274,3 +276,76 @@ def test_every_layer_of_the_step_differentiates():
     parameters = sum(p.numel() for p in network.parameters())
     idle = 6 * 3 * 16 * 32
     assert step.step_flops(model, parameters) == 6 * 32 * (parameters - idle + 16 * 32)
+
+
+def test_configurations_are_compiled_side_by_side_before_one_is_timed(monkeypatch):
+    """With a pretended Triton: each compilation waits until all are under way."""
+    count, log, warmed = 4, [], threading.Barrier(4, timeout=60)
+
+    class Kernel:
+        def warmup(self, x, *, grid, block):
+            mode.append_job(lambda: (warmed.wait(), log.append(("compiled", x, grid, block))))
+
+    class Config:
+        pre_hook = None
+
+        def __init__(self, block):
+            self.block = block
+
+        def all_kwargs(self):
+            return {"block": self.block}
+
+    class Autotuner:
+        configs, fn = [Config(block) for block in range(count)], Kernel()
+
+        def prune_configs(self, kwargs):
+            return self.configs
+
+        def run(self, x, **kwargs):
+            self.nargs = {"x": x}
+            for config in self.prune_configs(kwargs):
+                log.append(("timed", config.block))
+
+    class AsyncCompileMode:
+        def __init__(self, executor, *, ignore_errors):
+            assert ignore_errors
+            self.executor, self.jobs = executor, []
+
+        def append_job(self, job):
+            self.jobs.append(self.executor.submit(job))
+
+        def __enter__(self):
+            nonlocal mode
+            mode = self
+
+        def __exit__(self, *_):
+            for job in self.jobs:
+                job.result()
+
+    mode = None
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(AsyncCompileMode=AsyncCompileMode))
+    monkeypatch.setitem(sys.modules, "triton.runtime", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", SimpleNamespace(Autotuner=Autotuner))
+    monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda _: range(count))
+    tuning.compile_side_by_side()
+    tuning.compile_side_by_side()  # of no effect
+    Autotuner().run(7, grid=(1,), warmup=False)
+    assert sorted(log[:count]) == [("compiled", 7, (1,), block) for block in range(count)]
+    assert log[count:] == [("timed", block) for block in range(count)]
+    Autotuner().run(7, grid=(1,), warmup=True)  # the caller compiles
+    assert len(log) == 3 * count and log[-count:] == log[count : 2 * count]
+
+
+def test_without_a_triton_that_compiles_in_threads_nothing_changes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    tuning.compile_side_by_side()
+
+
+def test_the_cause_of_an_error_is_named():
+    with pytest.raises(OSError, match="library") as raised:
+        try:
+            raise OSError("undefined symbol: f")
+        except OSError as error:
+            raise OSError("could not load the library") from error
+    assert worker.one_line(raised.value) == "OSError: could not load the library: undefined symbol: f"
+    assert worker.one_line(ValueError("a\nb")) == "ValueError: a b"

@@ -21,7 +21,7 @@ from test_peers import EVERY, some_records  # noqa: E402
 
 
 class Pretended:
-    """A pretended measuring process, which answers at once. A peer in `fatal` ends it in `prepare` or in a round."""
+    """A pretended measuring process, which answers at once. A peer in `fatal` ends it in `hello`, `prepare` or a round."""
 
     log, fatal = [], {}
 
@@ -36,14 +36,16 @@ class Pretended:
 
     def ask(self, do, **arguments):
         self.log.append((do, self.python))
+        for peer in self.peers:
+            if self.fatal.get(peer) in (do, (do, arguments.get("index"))):
+                raise processes.Died(peer, "its process ended with status 70")
         if do == "hello":
             skipped = {"skipped": "No module named 'momoe'; to install: pip install momoe"}
             known = lambda peer: skipped if peer == "momoe" else {"versions": {peer: "1"}}
             return {"device": "GPU", "peers": {peer: known(peer) for peer in arguments["peers"]}}
-        for peer in self.peers:
-            if self.fatal.get(peer) in (do, (do, arguments.get("index"))):
-                raise processes.Died(peer, 70)
         if do == "prepare":
+            for peer in arguments["peers"]:
+                arguments["begins"](peer)
             self.prepared, self.passes = arguments["peers"], arguments["passes"]
             once = lambda peer: {"failed": "too large"} if peer == "grouped_mm" else {"kept_bytes": 1}
             return {"measured": {peer: once(peer) for peer in arguments["peers"]}}
@@ -165,6 +167,33 @@ def test_time_is_up_between_layers(pretend, monkeypatch):
     assert late and 0 < len({r["shape"] for r in found}) < 12 and len(found) % 2 == 0
 
 
+def test_time_is_up_while_a_layer_is_prepared(pretend, monkeypatch, capsys):
+    """The layers before it have records."""
+    real = Pretended.ask
+
+    def ask(self, do, **arguments):
+        if do == "prepare" and [do for do, _ in self.log].count("prepare") == 1:
+            raise processes.TimeUp("sonicmoe")
+        return real(self, do, **arguments)
+
+    monkeypatch.setattr(Pretended, "ask", ask)
+    late, found = pretend("--peers", "sonicmoe")
+    assert late and {r["shape"] for r in found} == {"tiny-a"}
+    said = capsys.readouterr().err
+    assert "  sonicmoe is prepared\n" in said and "seconds of preparing: smoe 0.0, sonicmoe 0.0\n" in said
+    assert "time was up while sonicmoe was loaded or prepared\n" in said
+
+
+def test_a_peer_that_cannot_be_loaded_leaves_the_others(pretend, capsys):
+    pretend.fatal["sonicmoe"] = "hello"
+    _, found = pretend("--peers", "sonicmoe,scattermoe")
+    assert [r["peer"] for r in found] == ["smoe", "scattermoe"] * 2
+    assert "sonicmoe left out, could not be loaded: its process ended with status 70\n" in capsys.readouterr().err
+    pretend.fatal["smoe"] = "hello"
+    with pytest.raises(run.Failed, match="could not load smoe: its process"):
+        pretend("--peers", "scattermoe", "--again")
+
+
 def test_tunings_are_processes(pretend):
     _, found = pretend("--peers", "sonicmoe", "--tunings", "3")
     assert [do for do, _ in pretend.log].count("start") == 3 and {r["tuning"] for r in found} == {0, 1, 2}
@@ -234,6 +263,27 @@ def test_a_process_that_ends_is_seen_while_its_child_lives(monkeypatch, tmp_path
     process.stop()
     assert died.value.peer == "momoe"
     os.kill(int((tmp_path / "ends.py.child").read_text()), signal.SIGKILL)  # an error if it has ended
+
+
+def test_a_process_that_does_not_answer_is_ended(monkeypatch, tmp_path):
+    """It names the peer and answers the first command; then it waits without end."""
+    script = tmp_path / "waits.py"
+    script.write_text(
+        'import sys, threading\nsys.stdin.readline()\nprint(\'{"at": "momoe"}\\n{"done": 1}\', flush=True)\nthreading.Event().wait()\n'
+    )
+    monkeypatch.setattr(processes, "ENTRY", script)
+    process = processes.Process(sys.executable, ["smoe", "momoe"], {})
+    for arguments, error, text in (
+        ({"limit": 0.1}, processes.Died, "^no answer within 0.1 s$"),
+        ({"limit": 60, "deadline": time.monotonic()}, processes.TimeUp, "^momoe$"),
+    ):
+        process.start()
+        begun = []
+        assert process.ask("hello", begins=begun.append) == 1 and begun == ["momoe"]
+        with pytest.raises(error, match=text) as raised:
+            process.ask("prepare", **arguments)
+        assert getattr(raised.value, "peer", "momoe") == "momoe" and process.child.wait(60) == -signal.SIGKILL
+        process.stop()
 
 
 def test_a_layer_that_smoe_cannot_measure_ends_with_status_3(pretend, monkeypatch, capsys):
