@@ -222,6 +222,7 @@ static void make_dw_operands(problem *p)
     enqueue_rows(p, s->stages.dh, o->dh8, s->stages.rows, s->backward.problem.h_width);
     enqueue_rows(p, p->x.memory, o->x8, l->tokens, l->hidden);
     enqueue(p, ROWS_F8);
+    enqueue(p, DW_F8); /* what it launches is loaded before a graph records it */
     CHECK_CUDA(cudaStreamSynchronize(p->stream));
 }
 
