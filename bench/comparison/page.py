@@ -5,8 +5,9 @@ from .records import SETTLE_S, settle_of
 from .tables import BASE, MIB, best, geometric_mean, grouped, mean_of, ratio
 
 NAMES = {"sonicmoe": "SonicMoE", "scattermoe": "ScatterMoE", "momoe": "MoMoE", "grouped_mm": "torch's grouped_mm",
-         "transformers": "Transformers, grouped_mm", "cublas": "cuBLAS, the GEMMs alone", BASE: BASE}  # fmt: skip
-OTHERS = ("scattermoe", "momoe", "grouped_mm", "transformers", "cublas")
+         "transformers": "Transformers, grouped_mm", "deepgemm": "DeepGEMM", "smoe-portable": "smoe, portable",
+         "cublas": "cuBLAS, the GEMMs alone", BASE: BASE}  # fmt: skip
+OTHERS = ("scattermoe", "momoe", "grouped_mm", "transformers", "deepgemm", "smoe-portable", "cublas")
 PASSES = ("forward", "backward", "both")
 BY_LAYER = ("paper", "models")  # suites whose layers have rows of their own
 ENOUGH = 0.75  # of the most layers that a commit has of a suite: newer ones with fewer are not shown
@@ -126,7 +127,7 @@ def _others(found):
             rows.append([NAMES[peer], str(len({r["shape"] for r in theirs})), theirs[0]["commit"], *_mean_and_least(theirs),
                          *_memory(mine, theirs)])  # fmt: skip
     columns = ["suite paper", "layers", "commit", "forward", "least", "backward", "least", "both", "least", "memory kept", "peak"]
-    title = "**Other implementations / smoe**, times and memory, layers of 1.4B, 7B and 30B, random routing:"
+    title = "**Other implementations / smoe**, times and memory, random routing:"
     return _table(title, columns, rows) if rows else []
 
 

@@ -106,7 +106,7 @@ class Run:
         return NEW_TUNING if tuning else {}
 
     def _ask(self, process, do, more=0.0, **arguments):
-        """A command other than turns. It ends at the deadline, or if an implementation takes `more` than --peer-seconds."""
+        """Sends a command other than turns. It ends at the deadline, or if an implementation takes --peer-seconds and `more`."""
         return process.ask(do, limit=self.options.peer_seconds + more, deadline=self.deadline, **arguments)
 
     def _hello(self, process):
