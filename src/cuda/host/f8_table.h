@@ -19,8 +19,8 @@ typedef struct moe_f8_rows {
     int64_t rows, columns;
 } moe_f8_rows;
 
-/* moe_f8_weights.work, of an expert: the largest magnitudes of W1 and W2, how many parts have been read for
- * each, and the call's counter of units, which is that of its first expert. */
+/* moe_f8_weights.work, of an expert: the largest magnitudes of W1 and W2, how many of their tiles have been
+ * read, and the call's counter of tiles, which is that of its first expert. */
 typedef struct moe_f8_work {
     uint32_t amax[2], read[2], turn, unused[3];
 } moe_f8_work;

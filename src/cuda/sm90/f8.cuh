@@ -75,6 +75,27 @@ MOE_DEVICE void store_streaming8_if(bool wanted, void *to, uint32_t low, uint32_
         : "memory");
 }
 
+// Adds 1, and returns what was there. nvcc would wait for the result of atomicAdd at once.
+MOE_DEVICE uint32_t add_one(uint32_t *to)
+{
+    uint32_t before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(to) : "memory");
+    return before;
+}
+
+// What this thread has written is seen by a thread that sees this addition by load_acquire_gpu.
+MOE_DEVICE void add_one_release(uint32_t *to)
+{
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(to) : "memory");
+}
+
+MOE_DEVICE uint32_t load_acquire_gpu(const uint32_t *from)
+{
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
+
 template <> struct tensor_core<e4m3> {
     template <operand_order A = K_MAJOR, operand_order B = K_MAJOR>
     static MOE_DEVICE void multiply(float (&c)[64], uint64_t a, uint64_t b, int keep)

@@ -9,6 +9,7 @@
 extern "C" {
 #endif
 
+cudaError_t moe_sm90_f8_weights_init(const moe_device *device);
 cudaError_t moe_sm90_f8_up_init(const moe_device *device);
 cudaError_t moe_sm90_f8_down_init(const moe_device *device);
 cudaError_t moe_sm90_f8_dh_init(const moe_device *device);

@@ -18,9 +18,9 @@ static int few_rows(int64_t rows, int64_t experts)
 static cudaError_t init(const moe_device *device, void *state)
 {
     cudaError_t (*const inits[])(const moe_device *) = {
-        moe_sm90_up_init,    moe_sm90_down_init,       moe_sm90_few_rows_init, moe_sm90_dh_init,
-        moe_sm90_dw_init,    moe_sm90_dx_rows_init,    moe_sm90_f8_up_init,    moe_sm90_f8_down_init,
-        moe_sm90_f8_dh_init, moe_sm90_f8_dx_rows_init, moe_sm90_f8_dw_init};
+        moe_sm90_up_init,      moe_sm90_down_init,    moe_sm90_few_rows_init,   moe_sm90_dh_init,
+        moe_sm90_dw_init,      moe_sm90_dx_rows_init, moe_sm90_f8_weights_init, moe_sm90_f8_up_init,
+        moe_sm90_f8_down_init, moe_sm90_f8_dh_init,   moe_sm90_f8_dx_rows_init, moe_sm90_f8_dw_init};
     for (size_t i = 0; i < sizeof inits / sizeof *inits; i++) {
         const cudaError_t status = inits[i](device);
         if (status != cudaSuccess) return status;

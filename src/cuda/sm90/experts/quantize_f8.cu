@@ -6,15 +6,20 @@
 // magnitude; the second time the row is in L1.
 //
 // Weights, bytes of 16-bit weights: 6 E d n read, 6 E d n written (gated). The largest magnitude of a matrix
-// must be known before its first byte is written, and the matrix should be read from DRAM only once. So one
-// launch goes through the matrices W1[0], W2[0], W1[1], ... in groups of units. Group g reads matrix g for
-// its largest magnitude, and then quantises matrix g - lag, which is still in L2. CTAs claim units in this
-// order from a counter, one ahead. A unit that quantises waits until all parts of its matrix have been read.
-// These have been claimed earlier, and a CTA computes its units in order, so the first unit that is not
-// finished never waits, and there is no deadlock. The lag keeps the waits short.
+// must be known before its first byte is written, and the matrix should be read only once. So what has been
+// read stays in shared memory until all of the matrix has been read: 30 MB on 132 SMs, more than W1 of most
+// layers has, so that the next matrices are read meanwhile.
 //
-// Tile: 128 x 128 elements. A thread takes four rows of eight columns: it stores each row's eight bytes, and
-// the four bytes of each column to shared memory, from where they go to the transposed matrix.
+// Tile: 128 rows of 256 bytes, in one of seven slots. CTAs claim the tiles of W1[0], W2[0], W1[1], ... in
+// this order from a counter. A CTA goes in steps. In a step it begins to load a tile, reads another one for
+// its largest magnitude, and quantises a third one, whose matrix has been read by all CTAs. One warp plans
+// the next step meanwhile. Another one adds to the matrix's largest magnitude and its count of read tiles.
+// A thread quantises four rows of 16 bytes: it stores each row's bytes, and the four bytes of each column to
+// shared memory, over the tile, from where they go to the transposed matrix.
+//
+// If all slots have tiles of a matrix of which more are unclaimed, the CTA drops one, and loads it once more
+// when the matrix has been read. So a CTA waits only for tiles that are claimed, the CTA that claimed the
+// first one of these never waits, and there is no deadlock, however few CTAs are resident.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/storage.cuh"
@@ -26,28 +31,16 @@ namespace moe
 namespace
 {
 
-// Eight elements as f32.
-template <typename T> struct eight_of {
-    static MOE_DEVICE void load(float (&to)[8], const T *from)
-    {
-        const uint4 v = __ldg((const uint4 *)from);
-        const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+template <typename T> MOE_DEVICE void load_eight(float (&to)[8], const T *from)
+{
+    const uint4 v = __ldg((const uint4 *)from);
+    const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            to[2 * i] = storage<T>::low(pairs[i]);
-            to[2 * i + 1] = storage<T>::high(pairs[i]);
-        }
+    for (int i = 0; i < 4; i++) {
+        to[2 * i] = storage<T>::low(pairs[i]);
+        to[2 * i + 1] = storage<T>::high(pairs[i]);
     }
-};
-
-template <> struct eight_of<float> {
-    static MOE_DEVICE void load(float (&to)[8], const float *from)
-    {
-        const float4 a = __ldg((const float4 *)from), b = __ldg((const float4 *)from + 1);
-        to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w;
-        to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
-    }
-};
+}
 
 MOE_DEVICE uint32_t largest_of(uint32_t amax, const float (&v)[8])
 {
@@ -90,7 +83,7 @@ template <typename T> __global__ void __launch_bounds__(ROW_THREADS) quantize_ro
 #pragma unroll 4
     for (int column = lane * 8; column < p.columns; column += 256) {
         float v[8];
-        eight_of<T>::load(v, from + column);
+        load_eight(v, from + column);
         amax = largest_of(amax, v);
     }
     amax = largest_of_warp(amax);
@@ -98,7 +91,7 @@ template <typename T> __global__ void __launch_bounds__(ROW_THREADS) quantize_ro
 #pragma unroll 4
     for (int column = lane * 8; column < p.columns; column += 256) {
         float v[8];
-        eight_of<T>::load(v, from + column);
+        load_eight(v, from + column);
         *(uint2 *)(to + column) = quantize_eight(v, factor);
     }
     if (lane == 0) p.scale[row] = moe_f8_scale(amax);
@@ -107,18 +100,59 @@ template <typename T> __global__ void __launch_bounds__(ROW_THREADS) quantize_ro
 // ---- Weights
 
 enum {
-    THREADS = 256,
-    SIDE = 128,         // of a tile
-    PART = SIDE * SIDE, // elements that a unit reads for the largest magnitude
-    TASKS = PART / 32,  // four rows of eight columns
-    GROUPS = SIDE / 4,  // of four rows
+    WORKERS = 512,
+    PLANNER = WORKERS / 32, // warps
+    REPORTER,
+    THREADS = WORKERS + 64,
+    ROWS = 128,      // of a tile
+    ROW_BYTES = 256, // of the source
+    CHUNKS = ROW_BYTES / 16,
+    GROUPS = ROWS / 4, // of four rows
+    SLOT_BYTES = ROWS * ROW_BYTES,
+    SLOTS = 7,
+    IN_FLIGHT = 1, // a tile is read so many steps after its load began
+    WEIGHTS_SHARED = SLOTS * SLOT_BYTES
+};
+static_assert(WORKERS == GROUPS * CHUNKS, "a worker has four rows of a chunk");
+
+// 16 bytes of the source, and a tile.
+template <typename T> struct chunk_of {
+    enum { COLUMNS = 16 / sizeof(T), WORDS = COLUMNS / 4, TILE_COLUMNS = ROW_BYTES / sizeof(T) };
+    static MOE_DEVICE uint32_t largest(uint32_t amax, uint4 v) // amax: of the elements' bits
+    {
+        const uint32_t mask = 0x7fff7fffu;
+        amax = __vmaxu2(__vmaxu2(amax, v.x & mask), v.y & mask);
+        return __vmaxu2(__vmaxu2(amax, v.z & mask), v.w & mask);
+    }
+    static MOE_DEVICE uint32_t as_float(uint32_t amax)
+    {
+        return moe_f8_amax(moe_f8_amax(0, storage<T>::low(amax)), storage<T>::high(amax));
+    }
+    static MOE_DEVICE uint32_t quantize(uint4 v, int word, float factor)
+    {
+        const uint32_t a = word ? v.z : v.x, b = word ? v.w : v.y;
+        return pack_e4m3(storage<T>::low(a) * factor, storage<T>::high(a) * factor,
+                         storage<T>::low(b) * factor, storage<T>::high(b) * factor);
+    }
 };
 
-// Of an SM: those of f32 need more registers, and load twice the bytes at a time.
-template <typename T> constexpr int ctas_of()
-{
-    return sizeof(T) == 4 ? 3 : 4;
-}
+template <> struct chunk_of<float> {
+    enum { COLUMNS = 4, WORDS = 1, TILE_COLUMNS = ROW_BYTES / 4 };
+    static MOE_DEVICE uint32_t largest(uint32_t amax, uint4 v)
+    {
+        const uint32_t mask = 0x7fffffffu;
+        return max(max(amax, max(v.x & mask, v.y & mask)), max(v.z & mask, v.w & mask));
+    }
+    static MOE_DEVICE uint32_t as_float(uint32_t amax)
+    {
+        return amax;
+    }
+    static MOE_DEVICE uint32_t quantize(uint4 v, int, float factor)
+    {
+        return pack_e4m3(__uint_as_float(v.x) * factor, __uint_as_float(v.y) * factor,
+                         __uint_as_float(v.z) * factor, __uint_as_float(v.w) * factor);
+    }
+};
 
 struct matrix {
     const void *from; // of the first expert
@@ -126,58 +160,188 @@ struct matrix {
     float *scale;
     int rows, columns;
     int half; // rows 2 j and 2 j + 1 of `from` are rows j and half + j; 0: the same order
-    int parts, column_tiles, tiles;
+    int column_tiles, tiles;
 };
 
 struct weights_params {
     matrix of[2]; // W1, W2
     moe_f8_work *work;
-    int experts, lag;
-    int units_of_pair, units; // of two neighbouring groups; of all
+    int numbers; // matrices of all experts
 };
 
-// A part to read, or a tile to quantise, of matrix `number`, which is of expert number / 2.
-struct weights_unit {
-    int number, index;
-    bool quantizes;
+// The tile from (row, column) on of matrix `number`, which is of expert number / 2. slot: where it is in
+// shared memory; none below 0.
+struct tile {
+    int slot, number, row, column;
 };
 
-MOE_DEVICE weights_unit unit_at(const weights_params &p, int unit)
+// What the CTA does next.
+struct step {
+    tile load, read, write;
+    uint32_t amax; // of the matrix that is written
+    int last;      // nothing: all is done
+};
+
+struct steps {
+    step of[2]; // even and odd ones
+    uint32_t amax[2];
+};
+
+MOE_DEVICE int64_t expert_offset(const matrix &m, tile t)
 {
-    const int other = p.lag & 1; // an odd lag: W2 is quantised in the groups in which W1 is read
-    const int pair = p.units_of_pair, even = p.of[0].parts + p.of[other].tiles;
-    const int in_pair = unit % pair, odd = in_pair >= even;
-    const int group = unit / pair * 2 + odd, index = in_pair - (odd ? even : 0), parts = p.of[odd].parts;
-    if (index < parts) return {group, index, false};
-    return {group - p.lag, index - parts, true};
+    return (int64_t)(t.number / 2) * m.rows * m.columns;
 }
 
-template <typename T>
-MOE_DEVICE void read_part(const matrix &m, int expert, int part, moe_f8_work *work, int w)
+// ---- The planner
+
+enum tile_state { FREE, LOADING, LOADING_AGAIN, KEPT, READY };
+
+// Tile `index` of a matrix.
+template <typename T> MOE_DEVICE tile tile_of(const weights_params &p, int slot, int number, int index)
 {
-    const int64_t elements = (int64_t)m.rows * m.columns;
-    const T *from = (const T *)m.from + expert * elements;
-    const int64_t first = (int64_t)part * PART;
+    const int tiles = p.of[number & 1].column_tiles;
+    return {slot, number, index / tiles * ROWS, index % tiles * chunk_of<T>::TILE_COLUMNS};
+}
+
+template <typename T> MOE_DEVICE int index_of(const weights_params &p, tile t)
+{
+    return t.row / ROWS * p.of[t.number & 1].column_tiles + t.column / chunk_of<T>::TILE_COLUMNS;
+}
+
+// Where the tile's first four bytes will be written.
+MOE_DEVICE volatile int *first_bytes(const weights_params &p, tile t)
+{
+    const matrix &m = p.of[t.number & 1];
+    return (volatile int *)(m.to + expert_offset(m, t) + (int64_t)t.row * m.columns + t.column);
+}
+
+// Whether all tiles of the matrix have been read; if so, its largest magnitude.
+MOE_DEVICE bool all_read(const weights_params &p, int number, uint32_t &amax)
+{
+    const moe_f8_work *work = p.work + number / 2;
+    if (load_acquire_gpu(&work->read[number & 1]) != (uint32_t)p.of[number & 1].tiles) return false;
+    amax = *(const volatile uint32_t *)&work->amax[number & 1];
+    return true;
+}
+
+// The tiles of one matrix that were put aside. The first bytes of each name the one before.
+struct put_aside {
+    int number, newest; // newest: -1 without any
+    bool ready;
+    uint32_t amax;
+};
+
+// Lane s has slot s. Step i is planned while step i - 1 runs.
+template <typename T> MOE_DEVICE void plan_steps(const weights_params &p, steps &s)
+{
+    const int lane = threadIdx.x & 31;
+    const bool has_slot = lane < SLOTS;
+    tile mine = {lane, 0, 0, 0};
+    tile_state state = FREE;
     uint32_t amax = 0;
-#pragma unroll
-    for (int i = 0; i < PART / 8 / THREADS; i++) {
-        const int64_t at = first + (i * THREADS + (int)threadIdx.x) * 8;
-        float v[8] = {};
-        if (at < elements) eight_of<T>::load(v, from + at);
-        amax = largest_of(amax, v);
+    int due = 0;
+    put_aside aside = {0, -1, false, 0};
+    const int first = p.of[0].tiles, pair = first + p.of[1].tiles;
+    int claimed = lane == 0 ? (int)add_one(&p.work->turn) : 0;
+    for (int i = 1;; i++) {
+        step &to = s.of[i & 1];
+        const int unit = __shfl_sync(~0u, claimed, 0), in_pair = unit % pair, second = in_pair >= first;
+        const int number = unit / pair * 2 + second; // of the tile that was claimed one step ahead
+        const bool claims = number < p.numbers, again = aside.newest >= 0 && aside.ready;
+        const uint32_t free = __ballot_sync(~0u, has_slot && state == FREE);
+        const int slot = free && (again || claims) ? __ffs((int)free) - 1 : -1;
+        const tile load = again ? tile_of<T>(p, slot, aside.number, aside.newest)
+                                : tile_of<T>(p, slot, number, in_pair - (second ? first : 0));
+        if (lane == slot) {
+            mine = load, state = again ? LOADING_AGAIN : LOADING, due = i + IN_FLIGHT + again;
+            amax = aside.amax;
+        }
+        if (slot >= 0 && again) aside.newest = *first_bytes(p, load);
+        if (slot >= 0 && !again && lane == 0) claimed = (int)add_one(&p.work->turn); // not awaited yet
+        const bool reads = state == LOADING && due == i;
+        const uint32_t reading = __ballot_sync(~0u, reads);
+        if (reads) to.read = mine;
+        if (state == LOADING_AGAIN && due == i) state = READY;
+        if (state == KEPT && all_read(p, mine.number, amax)) state = READY;
+        if (reads) state = KEPT;
+        const uint32_t of_aside = __ballot_sync(~0u, state == READY && mine.number == aside.number);
+        if (of_aside) aside.ready = true, aside.amax = __shfl_sync(~0u, amax, __ffs((int)of_aside) - 1);
+        const uint32_t ready = __ballot_sync(~0u, state == READY);
+        if (ready && lane == __ffs((int)ready) - 1) {
+            to.write = mine, to.amax = amax;
+            state = FREE;
+        }
+        const int last = free == (1u << SLOTS) - 1 && slot < 0;
+        if (lane == 0) {
+            to.load = load, to.last = last;
+            if (!reading) to.read.slot = -1;
+            if (!ready) to.write.slot = -1;
+        }
+        // All slots have tiles of a matrix of which more are claimed: the CTA must not wait for it, so it
+        // puts one aside.
+        const bool other = has_slot && (state == FREE || mine.number != number);
+        const uint32_t kept = __ballot_sync(~0u, state == KEPT);
+        if (claims && kept && !__any_sync(~0u, other)) {
+            const int which = 31 - __clz((int)kept);
+            if (lane == which) {
+                *first_bytes(p, mine) = aside.newest;
+                state = FREE;
+            }
+            aside = {number, __shfl_sync(~0u, index_of<T>(p, mine), which), false, 0};
+        }
+        __syncthreads();
+        if (last) return;
     }
-    amax = largest_of_warp(amax);
-    if ((threadIdx.x & 31) == 0) atomicMax(&work->amax[w], amax);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) atomicAdd(&work->read[w], 1u);
 }
 
-// Word `group` (four rows) of a column of the tile in shared memory. Of the 32 lanes that store 16 columns,
-// eight apart, and two groups, each has a bank of its own; so have 32 lanes that load pairs of words.
-MOE_DEVICE int word_of(int column, int group)
+// ---- The reporter
+
+MOE_DEVICE void report(const weights_params &p, steps &s)
 {
-    return column * GROUPS + (group ^ (column >> 3) * 2);
+    for (int i = 0;; i++) {
+        const step &now = s.of[i & 1];
+        const int number = now.read.number;
+        const bool reads = now.read.slot >= 0;
+        if (now.last) return;
+        __syncthreads();
+        if (!reads || (threadIdx.x & 31)) continue;
+        moe_f8_work *work = p.work + number / 2;
+        atomicMax(&work->amax[number & 1], s.amax[i & 1]);
+        s.amax[i & 1] = 0;
+        add_one_release(&work->read[number & 1]);
+    }
+}
+
+// ---- The workers. Thread t has chunk t % 16 of four rows, and no other thread reads it.
+
+MOE_DEVICE uint32_t own_place(int slot)
+{
+    return slot * SLOT_BYTES + threadIdx.x / CHUNKS * 4 * ROW_BYTES + threadIdx.x % CHUNKS * 16;
+}
+
+template <typename T> MOE_DEVICE void load_tile(const weights_params &p, uint32_t memory, tile t)
+{
+    const matrix &m = p.of[t.number & 1];
+    const int row = t.row + (int)threadIdx.x / CHUNKS * 4;
+    const int column = t.column + (int)threadIdx.x % CHUNKS * chunk_of<T>::COLUMNS;
+    const bool inside = row < m.rows && column < m.columns;
+    const int source = !m.half ? row : row < m.half ? 2 * row : 2 * (row - m.half) + 1;
+    const T *from = (const T *)m.from;
+    if (inside) from += expert_offset(m, t) + (int64_t)source * m.columns + column;
+    const int64_t next = !inside ? 0 : m.half ? 2 * m.columns : m.columns;
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        copy16_async_unhinted(memory + own_place(t.slot) + j * ROW_BYTES, from + j * next, inside ? 16 : 0);
+}
+
+template <typename T> MOE_DEVICE void read_tile(uint32_t memory, tile t, uint32_t *amax)
+{
+    uint32_t largest = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        largest = chunk_of<T>::largest(largest, load_shared16(memory + own_place(t.slot) + j * ROW_BYTES));
+    largest = __reduce_max_sync(~0u, chunk_of<T>::as_float(largest));
+    if ((threadIdx.x & 31) == 0) atomicMax(amax, largest);
 }
 
 // Turns four rows of four bytes.
@@ -191,112 +355,135 @@ MOE_DEVICE void turn(uint32_t (&v)[4])
     v[3] = __byte_perm(c, d, 0x7632);
 }
 
+// The bytes of a tile in the order of the source, and turned: words of four rows, one for each column.
 template <typename T>
-MOE_DEVICE void quantize_tile(const matrix &m, int expert, int row0, int column0, float factor,
-                              uint32_t *turned)
+MOE_DEVICE void quantize_tile(const weights_params &p, uint32_t memory, tile t, float factor,
+                              uint32_t (&turned)[chunk_of<T>::WORDS][4])
 {
-    const int64_t elements = (int64_t)m.rows * m.columns;
-    const T *from = (const T *)m.from + expert * elements;
-    uint8_t *to = m.to + expert * elements;
+    enum { WORDS = chunk_of<T>::WORDS };
+    const matrix &m = p.of[t.number & 1];
+    const int row = t.row + (int)threadIdx.x / CHUNKS * 4;
+    const int column = t.column + (int)threadIdx.x % CHUNKS * chunk_of<T>::COLUMNS;
+    const bool inside = row < m.rows && column < m.columns;
+    uint8_t *to = m.to + expert_offset(m, t) + (int64_t)row * m.columns + column;
 #pragma unroll
-    for (int i = 0; i < TASKS / THREADS; i++) {
-        const int task = i * THREADS + threadIdx.x, group = task / 16, octet = task % 16;
-        const int row = row0 + group * 4, column = column0 + octet * 8;
-        if (row >= m.rows || column >= m.columns) continue;
-        uint32_t left[4], right[4];
+    for (int j = 0; j < 4; j++) {
+        const uint4 v = load_shared16(memory + own_place(t.slot) + j * ROW_BYTES);
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int k = row + j, source = !m.half ? k : k < m.half ? 2 * k : 2 * (k - m.half) + 1;
-            float v[8];
-            eight_of<T>::load(v, from + (int64_t)source * m.columns + column);
-            const uint2 bytes = quantize_eight(v, factor);
-            *(uint2 *)(to + (int64_t)k * m.columns + column) = bytes;
-            left[j] = bytes.x, right[j] = bytes.y;
-        }
-        turn(left);
-        turn(right);
+        for (int w = 0; w < WORDS; w++) turned[w][j] = chunk_of<T>::quantize(v, w, factor);
+        if (!inside) continue;
+        if constexpr (WORDS == 2)
+            *(uint2 *)(to + (int64_t)j * m.columns) = {turned[0][j], turned[1][j]};
+        else
+            *(uint32_t *)(to + (int64_t)j * m.columns) = turned[0][j];
+    }
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            turned[word_of(octet * 8 + j, group)] = left[j];
-            turned[word_of(octet * 8 + 4 + j, group)] = right[j];
-        }
+    for (int w = 0; w < WORDS; w++) turn(turned[w]);
+}
+
+// Word `group` (four rows) of a column of the turned tile is at group ^ 2 chunk, so that the 32 lanes that
+// store words of two groups and 16 chunks each have a bank of their own.
+template <typename T>
+MOE_DEVICE void store_turned(uint32_t memory, tile t, const uint32_t (&turned)[chunk_of<T>::WORDS][4])
+{
+    const int group = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    const uint32_t to = memory + t.slot * SLOT_BYTES + (group ^ chunk * 2) * 4;
+#pragma unroll
+    for (int w = 0; w < chunk_of<T>::WORDS; w++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            store_shared_word(to + (chunk * chunk_of<T>::COLUMNS + w * 4 + j) * GROUPS * 4, turned[w][j]);
+}
+
+template <typename T> MOE_DEVICE void write_turned(const weights_params &p, uint32_t memory, tile t)
+{
+    enum { COLUMNS = chunk_of<T>::TILE_COLUMNS, PIECES = ROWS / 16 };
+    const matrix &m = p.of[t.number & 1];
+    uint8_t *to = m.to_transposed + expert_offset(m, t);
+#pragma unroll
+    for (int i = 0; i < COLUMNS * PIECES / WORKERS; i++) {
+        const int task = i * WORKERS + threadIdx.x, column = task / PIECES, piece = task % PIECES;
+        const int chunk = column / chunk_of<T>::COLUMNS, at = piece * 4 ^ (chunk * 2 & ~3);
+        const uint4 v = load_shared16(memory + t.slot * SLOT_BYTES + (column * GROUPS + at) * 4);
+        const int row = t.row + piece * 16;
+        if (row < m.rows && t.column + column < m.columns)
+            *(uint4 *)(to + (int64_t)(t.column + column) * m.rows + row) =
+                chunk & 1 ? uint4{v.z, v.w, v.x, v.y} : v;
+    }
+}
+
+template <typename T> MOE_DEVICE void work(const weights_params &p, uint32_t memory, steps &s)
+{
+    for (int i = 0;; i++) {
+        const step now = s.of[i & 1];
+        const bool writes = now.write.slot >= 0;
+        if (now.last) return;
+        uint32_t turned[chunk_of<T>::WORDS][4];
+        if (writes) quantize_tile<T>(p, memory, now.write, moe_f8_factor(now.amax), turned);
+        named_barrier_sync(1, WORKERS); // the slot is read, and so is what was turned in the step before
+        if (now.load.slot >= 0) load_tile<T>(p, memory, now.load);
+        commit_copies();
+        if (writes) store_turned<T>(memory, now.write, turned);
+        wait_copies<IN_FLIGHT>();
+        if (now.read.slot >= 0) read_tile<T>(memory, now.read, &s.amax[i & 1]);
+        __syncthreads();
+        if (!writes) continue;
+        write_turned<T>(p, memory, now.write);
+        if (now.write.row + now.write.column == 0 && threadIdx.x == 0)
+            p.of[now.write.number & 1].scale[now.write.number / 2] = moe_f8_scale(now.amax);
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 1) quantize_weights(const __grid_constant__ weights_params p)
+{
+    extern __shared__ __align__(128) char memory[];
+    __shared__ steps s;
+    if (threadIdx.x < 2) {
+        s.of[threadIdx.x] = {{-1}, {-1}, {-1}, 0, 0};
+        s.amax[threadIdx.x] = 0;
     }
     __syncthreads();
-    to = m.to_transposed + expert * elements;
-#pragma unroll
-    for (int i = 0; i < PART / 8 / THREADS; i++) {
-        const int task = i * THREADS + threadIdx.x, column = task / 16, pair = task % 16;
-        const int row = row0 + pair * 8;
-        if (row < m.rows && column0 + column < m.columns)
-            *(uint2 *)(to + (int64_t)(column0 + column) * m.rows + row) =
-                *(const uint2 *)(turned + word_of(column, pair * 2));
-    }
+    if (warp_number() == PLANNER)
+        plan_steps<T>(p, s);
+    else if (warp_number() == REPORTER)
+        report(p, s);
+    else
+        work<T>(p, shared_address(memory), s);
 }
 
 template <typename T>
-__global__ void __launch_bounds__(THREADS, ctas_of<T>()) quantize_weights(const weights_params p)
-{
-    __shared__ uint32_t turned[SIDE * GROUPS];
-    __shared__ int claimed;
-    __shared__ uint32_t amax;
-    int next = threadIdx.x == 0 ? (int)atomicAdd(&p.work->turn, 1u) : 0;
-    for (;;) {
-        if (threadIdx.x == 0) claimed = next;
-        __syncthreads();
-        const int unit = claimed;
-        if (unit >= p.units) return;
-        if (threadIdx.x == 0) next = (int)atomicAdd(&p.work->turn, 1u); // arrives while this unit is computed
-        const weights_unit u = unit_at(p, unit);
-        const bool exists = u.number >= 0 && u.number < 2 * p.experts;
-        const int expert = u.number / 2, w = u.number & 1;
-        moe_f8_work *work = p.work + expert;
-        const matrix &m = p.of[w];
-        if (exists && !u.quantizes) read_part<T>(m, expert, u.index, work, w);
-        if (exists && u.quantizes) {
-            if (threadIdx.x == 0) {
-                while (*(volatile uint32_t *)&work->read[w] != (uint32_t)m.parts) {
-                }
-                __threadfence();
-                amax = *(volatile uint32_t *)&work->amax[w];
-                if (u.index == 0) m.scale[expert] = moe_f8_scale(amax);
-            }
-            __syncthreads();
-            quantize_tile<T>(m, expert, u.index / m.column_tiles * SIDE, u.index % m.column_tiles * SIDE,
-                             moe_f8_factor(amax), turned);
-        }
-        __syncthreads(); // `claimed`, `amax` and `turned` have been read
-    }
-}
-
 matrix matrix_of(const void *from, uint8_t *to, uint8_t *to_transposed, float *scale, int64_t rows,
                  int64_t columns, int64_t half)
 {
-    const int64_t parts = moe_divide_up(rows * columns, PART), tiles = moe_divide_up(columns, SIDE);
-    return {from,         to,        to_transposed, scale,      (int)rows,
-            (int)columns, (int)half, (int)parts,    (int)tiles, (int)(tiles * moe_divide_up(rows, SIDE))};
+    const int64_t tiles = moe_divide_up(columns, chunk_of<T>::TILE_COLUMNS);
+    return {from,      to,         to_transposed,
+            scale,     (int)rows,  (int)columns,
+            (int)half, (int)tiles, (int)(tiles * moe_divide_up(rows, ROWS))};
 }
 
-weights_params prepare(const moe_f8_quantized &q, int ctas)
+template <typename T> weights_params prepare(const moe_f8_quantized &q)
 {
     const int64_t d = q.hidden, n = q.intermediate, w1 = q.first * q.h_width * d, w2 = q.first * d * n;
-    const matrix first = matrix_of(q.w1, q.to.w1 + w1, q.to.w1_t + w1, q.to.scale1 + q.first, q.h_width, d,
-                                   q.interleaved ? n : 0);
-    const matrix second = matrix_of(q.w2, q.to.w2 + w2, q.to.w2_t + w2, q.to.scale2 + q.first, d, n, 0);
-    const int pair = first.parts + first.tiles + second.parts + second.tiles, experts = (int)q.count;
-    // Large enough that the matrices whose tiles the CTAs take at one time have been read.
-    const int lag = 1 + 3 * ctas / pair;
-    return {{first, second},
+    return {{matrix_of<T>(q.w1, q.to.w1 + w1, q.to.w1_t + w1, q.to.scale1 + q.first, q.h_width, d,
+                          q.interleaved ? n : 0),
+             matrix_of<T>(q.w2, q.to.w2 + w2, q.to.w2_t + w2, q.to.scale2 + q.first, d, n, 0)},
             (moe_f8_work *)q.to.work + q.first,
-            experts,
-            lag,
-            pair,
-            (2 * experts + lag + 1) / 2 * pair};
+            2 * (int)q.count};
 }
 
 using weight_types = type_list<float, __nv_bfloat16, __half>;
 
 } // namespace
 } // namespace moe
+
+extern "C" cudaError_t moe_sm90_f8_weights_init(const moe_device *device)
+{
+    using namespace moe;
+    return for_every_type(weight_types(), [&](auto t) {
+        return allow_shared(device, quantize_weights<typename decltype(t)::type>, WEIGHTS_SHARED);
+    });
+}
 
 extern "C" cudaError_t moe_sm90_f8_rows(const moe_launch *on, const moe_f8_rows *r)
 {
@@ -319,7 +506,6 @@ extern "C" cudaError_t moe_sm90_f8_weights(const moe_launch *on, const moe_f8_qu
     if (status != cudaSuccess) return status;
     return for_type(weight_types(), q->type, [&](auto t) {
         using T = typename decltype(t)::type;
-        const int ctas = on->sms * ctas_of<T>();
-        return enqueue(quantize_weights<T>, ctas, THREADS, 0, on->stream, prepare(*q, ctas));
+        return enqueue(quantize_weights<T>, on->sms, THREADS, WEIGHTS_SHARED, on->stream, prepare<T>(*q));
     });
 }

@@ -46,6 +46,21 @@ MOE_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d)
     return to_e4m3(a) | to_e4m3(b) << 8 | to_e4m3(c) << 16 | (uint32_t)to_e4m3(d) << 24;
 }
 
+MOE_DEVICE uint32_t add_one(uint32_t *to)
+{
+    return (*to)++;
+}
+
+MOE_DEVICE void add_one_release(uint32_t *to)
+{
+    ++*to;
+}
+
+MOE_DEVICE uint32_t load_acquire_gpu(const uint32_t *from)
+{
+    return *(const volatile uint32_t *)from;
+}
+
 MOE_DEVICE uint32_t scale_e4m3(uint32_t four, uint32_t low, uint32_t high)
 {
     using H = storage<__half>;
