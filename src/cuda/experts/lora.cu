@@ -216,49 +216,77 @@ __global__ void __launch_bounds__(THREADS, least_ctas()) project(const moe_cuda_
 
 template <int RANK> struct sum_shared {
     enum {
-        LOW = STEP * WIDE_PITCH, // behind 64 rows of M: those of P
-        SLOT = LOW + narrow_rows<RANK>::BYTES,
+        LOW = STEP * WIDE_PITCH, // behind 64 rows of M: those of P, then their weights
+        WEIGHTS = LOW + narrow_rows<RANK>::BYTES,
+        SLOT = WEIGHTS + STEP * 4,
         BYTES = SLOTS * SLOT
     };
 };
 
+// What a step does besides copying and multiplying would take longer than both, so addresses are kept from
+// step to step, and the tokens of a step are read one step ahead.
 template <typename T, typename G, int RANK> struct summer {
     using shared = sum_shared<RANK>;
     enum { VECTORS = COLUMNS / 8, COPIES = STEP * VECTORS / THREADS, APART = THREADS / VECTORS };
+    enum {
+        LOW_VECTORS = narrow_rows<RANK>::VECTORS,
+        LOW_COPIES = STEP * LOW_VECTORS / THREADS,
+        LOW_APART = THREADS / LOW_VECTORS
+    };
+    static_assert((int)VECTORS == 16 && (int)COPIES == 8, "half a warp copies the same eight rows");
+    static_assert((int)LOW_COPIES * (int)LOW_APART == (int)STEP, "whole rows of P");
     const moe_cuda_low_sum &p;
     const uint32_t base;
     const int expert, column, first; // column: of M; first: of P
-    int64_t row0;                    // the expert's first row
+    int steps;
+    int64_t row0;         // the expert's first row
+    int next;             // row of M for row threadIdx.x / 16 + 8 (lane % 8) of the next step, or negative
+    const char *from;     // this thread's vector of row 0 of M
+    const char *low_from; // of P: this thread's first vector of the next step
 
-    MOE_DEVICE void copy(int step) const
+    MOE_DEVICE void read_token(int step)
     {
-        const uint32_t slot = base + step % SLOTS * shared::SLOT;
+        const int row = (int)row0 + step * STEP + threadIdx.x / VECTORS + (threadIdx.x & 7) * APART;
+        next = p.row_token ? __ldg(p.row_token + row) : row;
+    }
+    MOE_DEVICE void begin()
+    {
         const int vector = threadIdx.x % VECTORS;
-        const bool inside = column + vector * 8 < p.width;
+        from = (const char *)p.rows + (column + vector * 8 < p.width ? (column + vector * 8) * 2 : 0);
+        const int64_t low_row = row0 + threadIdx.x / LOW_VECTORS;
+        low_from = (const char *)p.low + (low_row * p.rank + first + threadIdx.x % LOW_VECTORS * 8) * 2;
+        read_token(0);
+    }
+    // Called for one step after the other.
+    MOE_DEVICE void copy(int step)
+    {
+        const uint32_t slot = base + step % SLOTS * shared::SLOT, row_bytes = (uint32_t)p.width * 2;
+        const uint32_t to = slot + threadIdx.x / VECTORS * WIDE_PITCH + threadIdx.x % VECTORS * 16;
+        const bool inside = column + (int)(threadIdx.x % VECTORS) * 8 < p.width;
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
-            const int at = threadIdx.x / VECTORS + i * APART;
-            const int64_t row = row0 + step * STEP + at;
-            const int64_t source = p.row_token ? (int64_t)__ldg(p.row_token + row) : row;
-            const bool real = inside && source >= 0;
-            const int64_t element = source * p.width + column + vector * 8;
-            copy16_async_if(real, slot + at * WIDE_PITCH + vector * 16,
-                            (const char *)p.rows + (real ? element * 2 : 0));
+            const int row = __shfl_sync(~0u, next, (threadIdx.x & 16) | i);
+            copy16_async_if(inside && row >= 0, to + i * APART * WIDE_PITCH,
+                            from + (uint64_t)(uint32_t)max(row, 0) * row_bytes);
         }
-        for (int i = threadIdx.x; i < STEP * narrow_rows<RANK>::VECTORS; i += THREADS) {
-            const int at = i / narrow_rows<RANK>::VECTORS, j = i % narrow_rows<RANK>::VECTORS * 8;
-            const bool real = first + j < p.rank;
-            const int64_t element = (row0 + step * STEP + at) * p.rank + first + j;
-            copy16_async_if(real, slot + shared::LOW + at * narrow_rows<RANK>::PITCH + j * 2,
-                            (const char *)p.low + (real ? element * 2 : 0));
-        }
+        const int at = threadIdx.x / LOW_VECTORS, vector = threadIdx.x % LOW_VECTORS;
+        const bool real = first + vector * 8 < p.rank;
+#pragma unroll
+        for (int i = 0; i < LOW_COPIES; i++)
+            copy16_async_if(
+                real, slot + shared::LOW + (at + i * LOW_APART) * narrow_rows<RANK>::PITCH + vector * 16,
+                real ? low_from + i * LOW_APART * p.rank * 2 : (const char *)p.low);
+        low_from += STEP * 2 * (int64_t)p.rank;
+        if (p.row_weight && threadIdx.x < STEP / 4)
+            copy16_async_if(true, slot + shared::WEIGHTS + threadIdx.x * 16,
+                            (const char *)(p.row_weight + row0 + step * STEP + threadIdx.x * 4));
+        if (step + 1 < steps) read_token(step + 1);
     }
-    // The elements of a fragment's register are those of rows `row` and `row` + 1.
-    MOE_DEVICE uint32_t weigh(uint32_t pair, int64_t row) const
+    // The elements of a fragment's register are those of two rows; their weights are at `at`.
+    static MOE_DEVICE uint32_t weigh(uint32_t pair, uint32_t at)
     {
         using S = storage<T>;
-        return S::pack(S::low(pair) * __ldg(p.row_weight + row),
-                       S::high(pair) * __ldg(p.row_weight + row + 1));
+        return S::pack(S::low(pair) * load_shared_float(at), S::high(pair) * load_shared_float(at + 4));
     }
     MOE_DEVICE void multiply_step(float (&c)[RANK / 16][4][4], int step, int warp, int lane) const
     {
@@ -278,9 +306,9 @@ template <typename T, typename G, int RANK> struct summer {
                                                     narrow_rows<RANK>::PITCH +
                                                 (j * 2 + (lane >> 3 & 1)) * 16);
                 if (p.row_weight) {
-                    const int64_t row = row0 + step * STEP + kk * 16 + (lane & 3) * 2;
-                    a[0] = weigh(a[0], row), a[1] = weigh(a[1], row);
-                    a[2] = weigh(a[2], row + 8), a[3] = weigh(a[3], row + 8);
+                    const uint32_t at = slot + shared::WEIGHTS + (kk * 16 + (lane & 3) * 2) * 4;
+                    a[0] = weigh(a[0], at), a[1] = weigh(a[1], at);
+                    a[2] = weigh(a[2], at + 32), a[3] = weigh(a[3], at + 32);
                 }
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
@@ -298,10 +326,11 @@ template <typename T, typename G, int RANK> struct summer {
     }
     MOE_DEVICE void run(int warp, int lane)
     {
-        const int steps = p.block_offsets[expert + 1] - p.block_offsets[expert]; // a block each
+        steps = p.block_offsets[expert + 1] - p.block_offsets[expert]; // a block each
         if (p.accumulate && steps == 0) return;
         row0 = (int64_t)p.block_offsets[expert] * MOE_BLOCK_ROWS;
         float c[RANK / 16][4][4] = {};
+        if (steps) begin();
         multiply_steps(*this, c, steps, warp, lane);
         wait_copies<0>();
 #pragma unroll
@@ -320,8 +349,16 @@ template <typename T, typename G, int RANK>
 __global__ void __launch_bounds__(THREADS) low_sum(const moe_cuda_low_sum p)
 {
     extern __shared__ __align__(1024) char memory[];
-    summer<T, G, RANK> one = {
-        p, shared_address(memory), p.order[blockIdx.y], (int)blockIdx.x * COLUMNS, (int)blockIdx.z * RANK, 0};
+    summer<T, G, RANK> one = {p,
+                              shared_address(memory),
+                              p.order[blockIdx.y],
+                              (int)blockIdx.x * COLUMNS,
+                              (int)blockIdx.z * RANK,
+                              0,
+                              0,
+                              -1,
+                              NULL,
+                              NULL};
     one.run(threadIdx.x / 32, threadIdx.x & 31);
 }
 

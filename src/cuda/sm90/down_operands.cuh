@@ -23,7 +23,7 @@ struct down_params {
 // K = n, the weights K-major
 template <> struct operands<down_params> {
     static constexpr operand_order WEIGHTS = K_MAJOR;
-    static constexpr bool HAS_BIAS = true, MAY_STAY = true;
+    static constexpr bool HAS_BIAS = true, LOW_RANK = false;
     enum { STEP = 64 };
 
     static MOE_DEVICE int steps(const down_params &p)

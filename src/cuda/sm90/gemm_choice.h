@@ -60,10 +60,4 @@ static inline int moe_stationary_slices(int64_t steps)
     return steps <= 2 ? (int)steps : 4;
 }
 
-/* The core for a GEMM with LoRA's steps, k with them. The stationary one has no room for them. */
-static inline moe_gemm moe_gemm_with_lora(moe_gemm chosen, int bias)
-{
-    return chosen != MOE_GEMM_STATIONARY ? chosen : bias ? MOE_GEMM_COOPERATIVE : MOE_GEMM_PING_PONG;
-}
-
 #endif

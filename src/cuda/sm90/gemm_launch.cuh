@@ -38,19 +38,14 @@ template <class P> using gemm_kernel = void (*)(P);
 
 template <typename T, class P> gemm_kernel<P> kernel_of(moe_gemm kind, int64_t steps)
 {
-    switch (kind) {
-    case MOE_GEMM_COOPERATIVE: return gemm_cooperative_rows::kernel<T, P>;
-    case MOE_GEMM_PING_PONG: return gemm_ping_pong::kernel<T, P>;
-    case MOE_GEMM_STATIONARY: break;
+    if constexpr (!operands<P>::LOW_RANK) {
+        const int slices = moe_stationary_slices(steps);
+        if (kind == MOE_GEMM_PING_PONG) return gemm_ping_pong::kernel<T, P>;
+        if (kind == MOE_GEMM_STATIONARY && slices == 1) return gemm_stationary::kernel<T, 1, P>;
+        if (kind == MOE_GEMM_STATIONARY && slices == 2) return gemm_stationary::kernel<T, 2, P>;
+        if (kind == MOE_GEMM_STATIONARY) return gemm_stationary::kernel<T, 4, P>;
     }
-    if constexpr (operands<P>::MAY_STAY) {
-        switch (moe_stationary_slices(steps)) {
-        case 1: return gemm_stationary::kernel<T, 1, P>;
-        case 2: return gemm_stationary::kernel<T, 2, P>;
-        default: return gemm_stationary::kernel<T, 4, P>;
-        }
-    }
-    return gemm_cooperative_rows::kernel<T, P>; // moe_gemm_with_lora chose the core
+    return gemm_cooperative_rows::kernel<T, P>;
 }
 
 // For the ping-pong core (moe_turn). 0 if all column tiles are equal.
@@ -79,6 +74,7 @@ template <typename T, class P> cudaError_t init_gemms(const moe_device *device)
 {
     for (const moe_gemm kind : {MOE_GEMM_COOPERATIVE, MOE_GEMM_PING_PONG, MOE_GEMM_STATIONARY})
         for (const int64_t steps : {1, 2, 4}) { // the number matters to one core only
+            if (operands<P>::LOW_RANK && kind != MOE_GEMM_COOPERATIVE) continue;
             const cudaError_t status =
                 allow_shared(device, kernel_of<T, P>(kind, steps), core_of(kind).shared_bytes);
             if (status != cudaSuccess) return status;

@@ -14,7 +14,7 @@ namespace moe
 {
 
 //   WEIGHTS: their order in shared memory; HAS_BIAS; STEP: columns of K in a step
-//   MAY_STAY: gemm_stationary.cuh may compute it
+//   LOW_RANK: with LoRA, for the cooperative core alone
 //   steps(p): of K;  prefetch(p): its tensor maps
 //   load_rows(p, to, full, k, tile);  load_weights<COLUMNS>(p, to, full, k, tile, column)
 //   piece(p, i): entry i of the list of pieces, for gemm_stationary.cuh

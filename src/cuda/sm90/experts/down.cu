@@ -17,8 +17,8 @@
 //   ping-pong          gemm_ping_pong.cuh   128 x 192, the last column tile may be narrower
 //   weight-stationary  gemm_stationary.cuh  64 x 256
 //
-// Only the cooperative core can add a bias, so a layer with b2 uses it. For other layers moe_gemm_choose
-// estimates from n and from the columns of the chunk which core is fastest.
+// Only the cooperative core can add a bias or LoRA's product, so layers with them use it. For other layers
+// moe_gemm_choose estimates from n and from the columns of the chunk which core is fastest.
 #include "common/instances.cuh"
 #include "sm90/down_operands.cuh"
 #include "sm90/gemm_launch.cuh"
@@ -35,7 +35,7 @@ struct down_lora_params : down_params {
 
 template <> struct operands<down_lora_params> : operands<down_params> {
     using plain = operands<down_params>;
-    static constexpr bool MAY_STAY = false;
+    static constexpr bool LOW_RANK = true;
 
     static MOE_DEVICE int steps(const down_lora_params &p)
     {
@@ -75,9 +75,7 @@ int64_t steps_of(const moe_down &d)
 
 moe_gemm core_for(const moe_down &d)
 {
-    const int bias = d.b2 != NULL;
-    if (!d.lora.rank) return moe_gemm_choose(d.intermediate, d.columns, bias);
-    return moe_gemm_with_lora(moe_gemm_choose(d.intermediate + d.lora.rank, d.columns, bias), bias);
+    return d.lora.rank ? MOE_GEMM_COOPERATIVE : moe_gemm_choose(d.intermediate, d.columns, d.b2 != NULL);
 }
 
 down_lora_params prepare(moe_launch *on, const moe_down &d, moe_gemm kind)

@@ -35,7 +35,7 @@ struct dx_rows_params {
 
 template <> struct operands<dx_rows_params> {
     static constexpr operand_order WEIGHTS = MN_MAJOR;
-    static constexpr bool HAS_BIAS = false, MAY_STAY = true;
+    static constexpr bool HAS_BIAS = false, LOW_RANK = false;
     enum { STEP = 64 };
 
     static MOE_DEVICE int steps_of_half(const dx_rows_params &p)
@@ -86,7 +86,7 @@ struct dx_rows_lora_params : dx_rows_params {
 
 template <> struct operands<dx_rows_lora_params> : operands<dx_rows_params> {
     using plain = operands<dx_rows_params>;
-    static constexpr bool MAY_STAY = false;
+    static constexpr bool LOW_RANK = true;
 
     static MOE_DEVICE int steps(const dx_rows_lora_params &p)
     {
@@ -131,8 +131,7 @@ int64_t steps_of(const moe_dx_rows &d)
 
 moe_gemm core_for(const moe_dx_rows &d)
 {
-    if (!d.lora.rank) return moe_gemm_choose_dx(d.halves * d.row_width, d.columns);
-    return moe_gemm_with_lora(moe_gemm_choose_dx(d.halves * d.row_width + d.lora.rank, d.columns), 0);
+    return d.lora.rank ? MOE_GEMM_COOPERATIVE : moe_gemm_choose_dx(d.halves * d.row_width, d.columns);
 }
 
 void map_lora(moe_launch *on, dx_rows_lora_params *p, const moe_dx_rows &d, const gemm_core &core)
