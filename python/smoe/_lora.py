@@ -16,7 +16,7 @@ from torch import Tensor
 from . import _autograd, _checks, functional, native
 from ._activation import Gate
 from ._context import TYPE_CODES, Context, context_of
-from ._record import OPTIONS, Record, layer as layer_of
+from ._record import OPTIONS, Record, layer as layer_of, record as record_of
 
 
 class LoRA(NamedTuple):
@@ -50,23 +50,80 @@ def of_peft(experts: int, lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tenso
 # ---- from adapters to the library's factors ----
 
 
-def _pair(
-    pairs: list[tuple[Tensor, Tensor, float]], dtype: torch.dtype, interleaved: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """One pair of factors for the sum of all adapters: their ranks side by side, padded to a multiple of 8 with zeros. The
-    second contains the scalings, and gate rows come first."""
-    if not pairs:
+class _Side(NamedTuple):
+    """The adapters beside one weight. There may be none."""
+
+    ranks: tuple[int, ...]
+    scalings: tuple[float, ...]
+    interleaved: bool  # the rows of w1 and of an adapter's b; the library's B1 has the gate rows first
+
+    def part(self, factor: Tensor, dim: int, i: int) -> Tensor:
+        """Of a factor for all adapters, or its gradient: what belongs to adapter i. dim: that of the ranks."""
+        if self.ranks[i] == factor.shape[dim]:
+            return factor
+        return factor.narrow(dim, sum(self.ranks[:i]), self.ranks[i])
+
+
+def _by_feature(b: Tensor) -> Tensor:
+    """A view (E, I, 2, r) of b (E, 2I, r), whose gate rows come first: the order of an interleaved w1's rows."""
+    return b.unflatten(1, (2, -1)).transpose(1, 2)
+
+
+def _pair(side: _Side, given: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """One pair of factors for the sum of all adapters, whose a and b are `given` in turn: their ranks side by side, padded
+    to a multiple of 8 with zeros. The second contains the scalings. One kernel for each factor of an adapter."""
+    if not given:
         return None, None
-    a = [a.to(dtype) for a, _, _ in pairs]
-    b = [(b if scaling == 1 else b * scaling).to(dtype) for _, b, scaling in pairs]
-    missing = -sum(one.shape[1] for one in a) % 8
-    if missing:
-        a.append(a[0].new_zeros(a[0].shape[0], missing, a[0].shape[2]))
-        b.append(b[0].new_zeros(*b[0].shape[:2], missing))
-    a, b = (a[0], b[0]) if len(a) == 1 else (torch.cat(a, 1), torch.cat(b, 2))
-    if interleaved:
-        b = b.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-    return a.contiguous(), b.contiguous()
+    (a, b), total = given[:2], sum(side.ranks)
+    if side.scalings == (1,) and total % 8 == 0 and a.dtype == b.dtype == dtype and not side.interleaved:
+        return a.contiguous(), b.contiguous()
+    rank = total + -total % 8
+    made_a = a.new_empty((a.shape[0], rank, a.shape[2]), dtype=dtype)
+    made_b = b.new_empty((b.shape[0], b.shape[1], rank), dtype=dtype)
+    if rank > total:
+        made_a[:, total:], made_b[:, :, total:] = 0, 0
+    for i, scaling in enumerate(side.scalings):
+        b, part = given[2 * i + 1], side.part(made_b, 2, i)
+        if side.interleaved:
+            b, part = b.unflatten(1, (-1, 2)), _by_feature(part)
+        side.part(made_a, 1, i).copy_(given[2 * i])
+        torch.mul(b, scaling, out=part)
+    return made_a, made_b
+
+
+class _Cast(torch.autograd.Function):
+    """The library's factors A1, B1, A2, B2 from those of the adapters."""
+
+    @staticmethod
+    def forward(ctx, dtype, sides, *given):
+        """sides: beside w1 and beside w2; given: a and b of each adapter in this order."""
+        ctx.set_materialize_grads(False)
+        ctx.sides, ctx.given = sides, [(factor.dtype, factor.stride()) for factor in given]
+        needs, first = ctx.needs_input_grad[2:], 2 * len(sides[0].ranks)
+        made = *_pair(sides[0], given[:first], dtype), *_pair(sides[1], given[first:], dtype)
+        needed = [needs[0:first:2], needs[1:first:2], needs[first::2], needs[first + 1 :: 2]]
+        ctx.mark_non_differentiable(*[one for one, any_of in zip(made, needed) if one is not None and not any(any_of)])
+        return made
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        found, given = [], iter(ctx.given)
+        for side, da, db in zip(ctx.sides, gradients[::2], gradients[1::2]):
+            for i, scaling in enumerate(side.scalings):
+                (of_a, _), of_b = next(given), next(given)
+                found.append(None if da is None else side.part(da, 1, i).to(of_a))
+                found.append(None if db is None else _gradient_b(side.part(db, 2, i), side.interleaved, scaling, *of_b))
+        return None, None, *found
+
+
+def _gradient_b(part: Tensor, interleaved: bool, scaling: float, dtype: torch.dtype, strides: tuple[int, ...]) -> Tensor:
+    """The library's gradient (E, out, r) with the rows of an adapter's b, and in the order of b's memory, so that PyTorch
+    copies it no more where b is a view of a parameter."""
+    order = sorted(range(3), key=strides.__getitem__, reverse=True)
+    made = torch.empty([part.shape[i] for i in order], dtype=dtype, device=part.device)
+    made = made.permute([order.index(i) for i in range(3)])
+    (made.unflatten(1, (-1, 2)) if interleaved else made).copy_(_by_feature(part) if interleaved else part)
+    return made if scaling == 1 else made.mul_(scaling)
 
 
 def _kept(a: Tensor, dropout: float) -> Tensor:
@@ -109,13 +166,13 @@ def factors(
             if a is not None:
                 _check_pair(function, names, a, b, w2.shape[0], tuple(weight.shape[1:]), x)
                 pairs.append((_kept(a, dropout), b, scaling / (1 - dropout)))
-    interleaved = layout == "interleaved"
-    a1, b1 = _pair(first, x.dtype, interleaved)
-    a2, b2 = _pair(second, x.dtype, False)
-    for name, a in (("lora.a1", a1), ("lora.a2", a2)):
-        if a is not None and a.shape[1] > _checks.MAX_LORA_RANK:
-            raise ValueError(f"{function}: the ranks of {name} sum to {a.shape[1]}; expected {_checks.MAX_LORA_RANK} at most")
-    return a1, b1, a2, b2
+    sides = []
+    for name, pairs, interleaved in (("lora.a1", first, layout == "interleaved"), ("lora.a2", second, False)):
+        sides.append(_Side(tuple([a.shape[1] for a, _, _ in pairs]), tuple([one[2] for one in pairs]), interleaved))
+        total = sum(sides[-1].ranks)
+        if total + -total % 8 > _checks.MAX_LORA_RANK:
+            raise ValueError(f"{function}: the ranks of {name} sum to {total}; expected {_checks.MAX_LORA_RANK} at most")
+    return _Cast.apply(x.dtype, sides, *[factor for a, b, _ in first + second for factor in (a, b)])
 
 
 # ---- calls of the library ----
@@ -132,13 +189,25 @@ class _Spec(NamedTuple):
     counts: bool = False
 
 
-def _ranks(a1: Tensor | None, a2: Tensor | None) -> dict[str, int]:
-    return dict(lora_rank1=0 if a1 is None else a1.shape[1], lora_rank2=0 if a2 is None else a2.shape[1])
+_remembered = functools.lru_cache(maxsize=1024, typed=True)(record_of)
+
+
+def _record(function: str, x: Tensor, w2: Tensor, a1: Tensor | None, a2: Tensor | None, **fields: Any) -> Record:
+    """The layer's record. It takes 50 us to make, and the GPU waits for it."""
+    experts, hidden, intermediate = w2.shape
+    code = TYPE_CODES[x.dtype]
+    fields |= dict(hidden=hidden, intermediate=intermediate, experts=experts, dtype=code, gradient_type=code)
+    fields |= dict(lora_rank1=0 if a1 is None else a1.shape[1], lora_rank2=0 if a2 is None else a2.shape[1])
+    try:
+        return _remembered(function, **fields)
+    except TypeError:  # a wrong value, which may have no hash
+        return record_of(function, **fields)
 
 
 @functools.lru_cache(maxsize=1024)
-def _sizes(context: Context, layer: bytes) -> native.Sizes:
-    return context.query(native.Layer.from_buffer_copy(layer))
+def _described(context: Context, tokens: int, record: Record, inference: bool, reuse: bool) -> tuple[native.Layer, native.Sizes]:
+    layer = layer_of(tokens, record, inference=inference, reuse_saved=reuse)
+    return layer, context.query(layer)
 
 
 def _at(tensor: Tensor | None) -> int | None:
@@ -160,8 +229,8 @@ def _run_forward(spec: _Spec, given: dict[str, Tensor | None], save: bool) -> tu
     counts = torch.zeros(experts, dtype=torch.int32, device=x.device) if spec.counts else None
     if x.shape[0] == 0:
         return out, x.new_empty(0, dtype=torch.uint8) if save else None, losses, counts
-    context, layer = context_of(x), layer_of(x.shape[0], spec.record, inference=not save)
-    sizes = _sizes(context, bytes(layer))
+    context = context_of(x)
+    layer, sizes = _described(context, x.shape[0], spec.record, not save, False)
     saved = context.new_bytes(sizes.saved_buffer_bytes) if save else None
     scratch = context.new_bytes(sizes.scratch_forward_bytes)
     args = native.ForwardArgs(
@@ -194,8 +263,8 @@ def _run_backward(
     gradients = {name: torch.empty_like(given[name]) for name in wanted}
     if x.shape[0] == 0:
         return {name: gradient.zero_() for name, gradient in gradients.items()}
-    context, layer = context_of(x), layer_of(x.shape[0], spec.record, reuse_saved=reuse)
-    sizes = _sizes(context, bytes(layer))
+    context = context_of(x)
+    layer, sizes = _described(context, x.shape[0], spec.record, False, reuse)
     scratch = context.new_bytes(sizes.scratch_backward_bytes)
     dout, dlosses = _aligned(dout), _aligned(dlosses)
     args = native.BackwardArgs(
@@ -258,9 +327,9 @@ def experts(
     """smoe.experts with LoRA. What is not checked: lora, layout, and what the library checks."""
     _checks.choice("smoe.experts", "layout", layout, native.LAYOUTS)
     a1, lb1, a2, lb2 = factors("smoe.experts", lora, x, w1, w2, layout)
-    record = functional.layer_record(
-        "smoe.experts", x, w2, None, activation=activation, layout=layout, chunks=chunks, entry="from_topk",
-        topk=ids.shape[1], index_type=TYPE_CODES[ids.dtype], **_ranks(a1, a2),
+    record = _record(
+        "smoe.experts", x, w2, a1, a2, activation=activation, layout=layout, chunks=chunks, entry="from_topk",
+        topk=ids.shape[1], index_type=TYPE_CODES[ids.dtype],
     )  # fmt: skip
     given = dict(
         x=x, topk_ids=ids, topk_weights=weights.float(), w1=w1, b1=b1, w2=w2, b2=b2, lora_a1=a1, lora_b1=lb1, lora_a2=a2,
@@ -279,8 +348,8 @@ def moe(
     """smoe.moe with given logits and LoRA: out, losses, counts. For smoe.MoE, which has checked the options."""
     x, w1, b1, w2, b2 = functional._autocast(x, w1, b1, w2, b2)
     a1, lb1, a2, lb2 = factors("smoe.MoE", lora, x, w1, w2, layout)
-    record = functional.layer_record(
-        "smoe.MoE", x, w2, None, activation=activation, layout=layout, logits_type=TYPE_CODES[logits.dtype], **_ranks(a1, a2),
+    record = _record(
+        "smoe.MoE", x, w2, a1, a2, activation=activation, layout=layout, logits_type=TYPE_CODES[logits.dtype],
         **{name: value for name, value in options.items() if name in OPTIONS},
     )  # fmt: skip
     given = dict(

@@ -63,10 +63,9 @@ def _activate(wrapper: ParamWrapper, adapters: list[str]) -> Iterator[None]:
 ParamWrapper._activate_lora = _activate
 
 
-def _factors(wrapper: ParamWrapper, adapter: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+def _factors(experts: nn.Module, wrapper: ParamWrapper, adapter: str) -> tuple[torch.Tensor, torch.Tensor, float]:
     """The factors (E, r, in) and (E, out, r) of a weight (E, out, in) as smoe reads it, and the scaling."""
     a, b = of_peft(wrapper.num_experts, wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight)
-    experts = wrapper.get_base_layer()
     if not getattr(wrapper, "_did_swap_in_out_features", False) and not getattr(experts, "is_transposed", False):
         a, b = b.transpose(1, 2), a.transpose(1, 2)  # PEFT up to 0.18 took the weight's rows for its inputs
     return a, b, wrapper.scaling[adapter]
@@ -77,7 +76,7 @@ def adapters_of(experts: nn.Module, held: Held) -> list[LoRA]:
     found = []
     for name, fields in ((_up_name(experts), ("a1", "b1", "scaling1")), ("down_proj", ("a2", "b2", "scaling2"))):
         wrapper, adapters = held.get(name, (None, []))
-        found += [LoRA(**dict(zip(fields, _factors(wrapper, adapter)))) for adapter in adapters]
+        found += [LoRA(**dict(zip(fields, _factors(experts, wrapper, adapter)))) for adapter in adapters]
     return found
 
 

@@ -7,6 +7,7 @@ import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import smoe
+import smoe._lora
 
 peft = pytest.importorskip("peft")
 
@@ -109,9 +110,28 @@ def test_a_wrong_argument_is_named(layer):
             call(smoe.LoRA(a1, b1, dropout=dropout))
     with pytest.raises(ValueError, match="sum to 264"):
         call([smoe.LoRA(*factors(given, 88, 88))] * 3)
+    call(smoe.LoRA(a1, b1), chunks=2)
+    for chunks in (2.0, [2]):  # equal to a number of an earlier call, and without a hash
+        with pytest.raises(TypeError, match="smoe.experts: chunks is"):
+            call(smoe.LoRA(a1, b1), chunks=chunks)
     given = layer(dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="gradient_dtype"):
         call(smoe.LoRA(a1, b1), gradient_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("adapters", [1, 2])
+def test_no_gradient_of_a_fixed_factor_is_computed(layer, adapters, monkeypatch):
+    given = layer()
+    lora = [smoe.LoRA(*factors(given, 8, 8, seed=i), 1.0, float(adapters)) for i in range(adapters)]  # one: nothing to cast
+    arguments = [given[name].detach() for name in ("x", "ids", "weights", "w1", "w2")]
+    moving = [factor for one in lora for factor in (one.a1, one.b2)]
+    exact = torch.autograd.grad(smoe.experts(*arguments, lora=lora).square().sum(), moving)
+    for one in lora:
+        one.b1.requires_grad_(False), one.a2.requires_grad_(False)
+    wanted, backward = [], smoe._lora._run_backward
+    monkeypatch.setattr(smoe._lora, "_run_backward", lambda spec, tensors, names, *rest: wanted.extend(names) or backward(spec, tensors, names, *rest))
+    found = torch.autograd.grad(smoe.experts(*arguments, lora=lora).square().sum(), moving)
+    assert wanted == ["lora_a1", "lora_b2"] and all(torch.equal(a, b) for a, b in zip(found, exact))
 
 
 def test_no_tensor_as_large_as_a_weight_is_made(layer):
