@@ -90,22 +90,21 @@ class Case:
     def implementations(self) -> dict:
         return {
             "frozen": lambda: self.experts(self.x, self.ids, self.weights),
-            "smoe": self.with_peft("smoe", contextlib.nullcontext),
-            "peft-smoe": self.with_peft("smoe", pefts_own_way),
-            "peft-grouped_mm": self.with_peft("grouped_mm", pefts_own_way),
+            "smoe": lambda: self.model(self.x, self.ids, self.weights),
+            "peft-smoe": self.pefts,
+            "peft-grouped_mm": self.pefts,
             "axolotl": self.axolotl,
         }
 
-    def with_peft(self, implementation, around):
-        def run():
-            self.config._experts_implementation = implementation
-            try:
-                with around():
-                    return self.model(self.x, self.ids, self.weights)
-            finally:
-                self.config._experts_implementation = "smoe"
+    def prepare(self, label: str) -> None:
+        """Before a call of this implementation, whose time it is no part of."""
+        self.config._experts_implementation = "grouped_mm" if label == "peft-grouped_mm" else "smoe"
+        for tensor in (self.x, self.weights, *self.factors):
+            tensor.grad = None
 
-        return run
+    def pefts(self):
+        with pefts_own_way():
+            return self.model(self.x, self.ids, self.weights)
 
     def axolotl(self):
         from axolotl.integrations.kernels.libs.scattermoe_lora import layers
@@ -128,21 +127,19 @@ class Case:
             **lora["down_proj"],
         )  # fmt: skip
 
-    def clear(self) -> None:
-        for tensor in (self.x, self.weights, *self.factors):
-            tensor.grad = None
-
 
 class Clock:
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
 
-    def time(self, run) -> float:
-        """Milliseconds."""
+    def time(self, run, ahead: bool = False) -> float:
+        """Milliseconds. ahead: the GPU begins late, so that it never waits for the host, as in a model of many layers."""
         if not self.cuda:
             start = time.perf_counter()
             run()
             return (time.perf_counter() - start) * 1e3
+        if ahead:
+            torch.cuda._sleep(20_000_000)  # clocks, about 10 ms
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
@@ -151,24 +148,24 @@ class Clock:
         return start.elapsed_time(end)
 
 
-def memory(case: Case, forward, cuda: bool) -> tuple[float, float]:
+def memory(case: Case, label: str, cuda: bool) -> tuple[float, float]:
     """MiB kept from forward to backward, and the peak of both passes above what was there before."""
-    case.clear()
+    case.prepare(label)
     if not cuda:
         return 0.0, 0.0
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = forward()
+    out = case.implementations()[label]()
     kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
     out.backward(case.dout)
     torch.cuda.synchronize()
     return kept / 2**20, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def results(case: Case, forward) -> list[torch.Tensor]:
-    case.clear()
-    out = forward()
+def results(case: Case, label: str) -> list[torch.Tensor]:
+    case.prepare(label)
+    out = case.implementations()[label]()
     out.backward(case.dout)
     return [out.detach(), *(factor.grad.clone() for factor in case.factors if factor.grad is not None)]
 
@@ -180,36 +177,39 @@ def error(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
 def measure(name: str, options: argparse.Namespace, dtype: torch.dtype) -> list[dict]:
     case = Case(name, options.tokens, options.rank, options.device, dtype)
     clock, exact, rows = Clock(options.device), None, {}
-    for label, forward in case.implementations().items():
+    everything = case.implementations()
+    for label in everything:
         if label not in options.implementations:
             continue
-        row = {"layer": name, "implementation": label, "tokens": options.tokens, "rank": options.rank, "ms": [], "forward_ms": []}
+        row = {"layer": name, "implementation": label, "tokens": options.tokens, "rank": options.rank, "ms": [], "forward_ms": [], "ahead_ms": []}
         try:
             start = time.perf_counter()
-            found = results(case, forward)
+            found = results(case, label)
             if label == "smoe":
                 exact = found
             row["error"] = error(found, exact) if exact and label != "frozen" else None
             row["first_call_s"] = time.perf_counter() - start
-            row["kept_mib"], row["peak_mib"] = memory(case, forward, clock.cuda)
+            row["kept_mib"], row["peak_mib"] = memory(case, label, clock.cuda)
             rows[label] = row
         except Exception as reason:  # a peer that is not there, or does not fit
             print(f"{name} {label}: {type(reason).__name__}: {str(reason)[:300]}", flush=True)
-        case.clear()
-    everything = case.implementations()
     deadline = time.perf_counter() + options.seconds
     while time.perf_counter() < deadline or any(len(row["ms"]) < 3 for row in rows.values()):
         for label, row in rows.items():
             forward = everything[label]
-            case.clear()
+            case.prepare(label)
             row["forward_ms"].append(clock.time(lambda: row.__setitem__("out", forward())))
             out = row.pop("out")
             backward_ms = clock.time(lambda: out.backward(case.dout))
             row["ms"].append(row["forward_ms"][-1] + backward_ms)
             del out
+            case.prepare(label)
+            row["ahead_ms"].append(clock.time(lambda: forward().backward(case.dout), ahead=True))
     for row in rows.values():
         row["runs"] = len(row["ms"])
-        row["ms"], row["forward_ms"] = statistics.median(row["ms"]), statistics.median(row["forward_ms"])
+        for name in ("ms", "forward_ms", "ahead_ms"):
+            row[name] = statistics.median(row[name])
+    for row in rows.values():
         row["of_frozen"] = row["ms"] / rows["frozen"]["ms"] if "frozen" in rows else None
     return list(rows.values())
 
@@ -263,7 +263,7 @@ def show(rows: list[dict]) -> None:
         of = f"{row['of_frozen']:.3f}" if row["of_frozen"] else "-"
         off = f"{row['error']:.1e}" if row["error"] is not None else "-"
         print(
-            f"{row['layer']:6} {row['implementation']:16} {row['ms']:9.3f} ms (forward {row['forward_ms']:7.3f}) of frozen {of:6} "
+            f"{row['layer']:6} {row['implementation']:16} {row['ms']:9.3f} ms (forward {row['forward_ms']:7.3f}, host ahead {row['ahead_ms']:7.3f}) of frozen {of:6} "
             f"kept {row['kept_mib']:7.0f} MiB peak {row['peak_mib']:7.0f} MiB error {off} first {row['first_call_s']:.1f} s, "
             f"{row['runs']} runs", flush=True,
         )  # fmt: skip
