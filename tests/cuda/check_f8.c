@@ -363,10 +363,11 @@ int main(void)
     };
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_weights(&on, &shapes[i]);
     static const experts_case ups[] = {
-        /* wide and narrow tiles, with a gate and without; tiles of one step; the last two are promoted */
+        /* wide and narrow tiles, with a gate and without; tiles of one step; the last three are promoted */
         {50, 272, 144, 3, {70, 0, 130}, 1, 1, 1, 0, 0}, {50, 144, 48, 3, {70, 1, 130}, 1, 0, 0, 0, 0},
         {50, 64, 272, 2, {64, 500}, 0, 0, 1, 0, 0},     {50, 16, 80, 2, {3, 900}, 0, 0, 0, 0, 0},
         {20, 2576, 80, 1, {66}, 1, 0, 1, 0, 0},         {20, 1552, 16, 2, {5, 6}, 1, 1, 1, 0, 0},
+        {20, 1552, 272, 2, {5, 70}, 0, 0, 1, 0, 0},
     };
     for (size_t i = 0; i < sizeof ups / sizeof *ups; i++) check_up(&on, &ups[i]);
     static const experts_case downs[] = {

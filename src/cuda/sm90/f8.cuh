@@ -52,6 +52,13 @@ MOE_DEVICE void store_shared8(uint32_t address, uint32_t low, uint32_t high)
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(low), "r"(high) : "memory");
 }
 
+// The low 16 bits.
+MOE_DEVICE void store_shared2(uint32_t address, uint32_t low)
+{
+    asm volatile("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nst.shared.b16 [%0], l;\n}" ::"r"(address), "r"(low)
+                 : "memory");
+}
+
 // This thread's lane. What follows from it does not stay in registers until the next call.
 MOE_DEVICE int lane_again()
 {

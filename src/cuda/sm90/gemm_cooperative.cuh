@@ -168,17 +168,14 @@ MOE_DEVICE void pass_over(ring_position<COUNT> &ring, const ring_layout<COUNT> &
     }
 }
 
-// Half `half` (64 accumulators, 16 octets of 8 columns) of the consumer's `count`-th tile goes to its buffer.
-// gated: see moe_octet_subtile. Of every four octets, one stmatrix stores 0 and 2, the next one 1 and 3.
-template <typename T, bool GATED_CHOICE, int COUNT>
-MOE_DEVICE void write_half(const float *acc, const ring_layout<COUNT> &shared, int consumer, int half,
-                           uint32_t count, int gated, int lane)
+// Half a tile (64 accumulators, 16 octets of 8 columns) goes to `buffer`. gated: see moe_octet_subtile. Of
+// every four octets, one stmatrix stores 0 and 2, the next one 1 and 3.
+template <typename T, bool GATED_CHOICE>
+MOE_DEVICE void write_octets(const float *acc, uint32_t buffer, int gated, int lane)
 {
     using S = storage<T>;
-    const uint32_t buffer = consumer * 2 + half;
-    barrier_wait(shared.buffer_empty(buffer), (count & 1) ^ 1);
     const int warp = (threadIdx.x >> 5) & 3, row = warp * 16 + (lane & 15);
-    const uint32_t to = shared.buffer(buffer) + row * MOE_SUBTILE_ROW_BYTES;
+    const uint32_t to = buffer + row * MOE_SUBTILE_ROW_BYTES;
 #pragma unroll
     for (int q = 0; q < 16; q += 4) {
 #pragma unroll
@@ -193,9 +190,25 @@ MOE_DEVICE void write_half(const float *acc, const ring_layout<COUNT> &shared, i
                            S::pack(right[2], right[3]));
         }
     }
+}
+
+// What this warp has written is for a warp that stores it, and for which the barrier completes.
+MOE_DEVICE void hand_over(uint32_t full, int lane)
+{
     fence_async_proxy();
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared.buffer_full(buffer));
+    if (lane == 0) barrier_arrive(full);
+}
+
+// Half `half` of the consumer's `count`-th tile goes to its buffer.
+template <typename T, bool GATED_CHOICE, int COUNT>
+MOE_DEVICE void write_half(const float *acc, const ring_layout<COUNT> &shared, int consumer, int half,
+                           uint32_t count, int gated, int lane)
+{
+    const uint32_t buffer = consumer * 2 + half;
+    barrier_wait(shared.buffer_empty(buffer), (count & 1) ^ 1);
+    write_octets<T, GATED_CHOICE>(acc, shared.buffer(buffer), gated, lane);
+    hand_over(shared.buffer_full(buffer), lane);
 }
 
 } // namespace gemm_cooperative

@@ -13,10 +13,13 @@
 // - The warps that gather rows of X8 also copy each row's scale to shared memory, before the first step of a
 //   tile. A consumer reads its scales before it releases the slot of that step. The loaders are at most
 //   slots + 1 steps ahead of this slot, so there are so many sets of scales.
-// - A scale of A covers 128 features: with a gate a whole column tile, so a store warp waits for both halves
-// of
-//   its rows. Eight lanes have a row. A lane computes eight features of the first 64 and eight of the last
-//   64, and the lanes share the largest magnitude by shuffles.
+// - A scale of A covers 128 features: with a gate a whole column tile, so both halves of a tile's rows. For
+//   PROMOTED sums the store warps activate H in staging. Eight lanes have a row. A lane computes eight
+//   features of the first 64 and eight of the last 64, and the lanes share the largest magnitude by shuffles.
+//   Otherwise a tile is multiplied faster than two warps do that. There the consumers activate their
+//   accumulators, since a thread has gate and up value of a feature, and the store warps only store. The
+//   tensor cores wait longer between tiles then, so this pays for few steps alone: up takes 0.66 to 0.72 of
+//   its time for d = 768, 0.90 to 0.92 for 1536, and would take 1.06 for 4096 (H200).
 #include "common/activation.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"
@@ -62,13 +65,96 @@ MOE_DEVICE void load_tiles_f8(const up_f8_params &p, const layout<NARROW> &share
     });
 }
 
-// Promoted sums need 64 registers. Without them the store warps get more, to work on two rows at a time.
-template <bool PROMOTED> MOE_DEVICE constexpr int consumer_registers()
+// ---- Consumers
+
+// SUMS accumulators of a thread: two rows, in octets of 8 columns. With a gate, octets of gate and of up
+// values take turns; A is left in those of the gate. most: of both rows.
+template <typename T, int KIND, int SUMS>
+MOE_DEVICE void activate_sums(const moe_gate_values &v, float *acc, float (&most)[2])
 {
-    return PROMOTED ? 216 : 200;
+    using S = storage<T>;
+    constexpr bool GATED = activation<T, KIND>::GATED;
+#pragma unroll
+    for (int i = 0; i < SUMS; i += GATED ? 8 : 4)
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+            float *a = acc + i + 2 * row;
+            const uint32_t gate = S::pack(a[0], a[1]); // H as it is stored
+            const uint32_t up = GATED ? S::pack(a[4], a[5]) : gate;
+            a[0] = activate<T, KIND>(S::low(gate), S::low(up), v);
+            a[1] = activate<T, KIND>(S::high(gate), S::high(up), v);
+            most[row] = larger_or_nan(larger_or_nan(most[row], fabsf(a[0])), fabsf(a[1]));
+        }
 }
 
-// ---- Consumers
+// The group of A whose values activate_sums has left: bytes to `out`, 64 rows of 128 bytes with the swizzle,
+// and the scales, of which `scales` is the first row's. Four lanes have a row.
+template <int SUMS, int OCTET>
+MOE_DEVICE void quantize_sums(const float *acc, float (&most)[2], uint32_t out, float *scales, int groups,
+                              int lane)
+{
+    const int row = ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
+    float factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        most[i] = larger_or_nan(most[i], __shfl_xor_sync(~0u, most[i], 1));
+        most[i] = larger_or_nan(most[i], __shfl_xor_sync(~0u, most[i], 2));
+        const uint32_t amax = __float_as_uint(most[i]);
+        factor[i] = moe_f8_factor(amax);
+        if ((lane & 3) == 0) scales[(row + 8 * i) * groups] = moe_f8_scale(amax);
+    }
+#pragma unroll
+    for (int i = 0; i < SUMS; i += OCTET) {
+        const int octet = i / OCTET;
+        const uint32_t four = pack_e4m3(acc[i] * factor[0], acc[i + 1] * factor[0], acc[i + 2] * factor[1],
+                                        acc[i + 3] * factor[1]);
+        const uint32_t to = out + moe_subtile_offset(row, octet >> 1) + (octet & 1) * 8 + (lane & 3) * 2;
+        store_shared2(to, four);
+        store_shared2(to + 8 * MOE_SUBTILE_ROW_BYTES, four >> 16);
+    }
+}
+
+// The consumer's `count`-th tile: H goes to staging, A8 to `out` with the last half of its group. With a gate
+// the A8 before has left `out` when the buffer of the last half is empty; without, when that of the other
+// half is.
+template <typename T, int KIND, bool NARROW>
+MOE_DEVICE void finish_as(const up_f8_params &p, const layout<NARROW> &shared, work_item item,
+                          float (&acc)[columns_of<NARROW>() / 2], int consumer, uint32_t count, int lane)
+{
+    constexpr bool GATED = activation<T, KIND>::GATED;
+    constexpr int LAST = halves_of<NARROW>() - 1, SUMS = GATED ? columns_of<NARROW>() / 2 : 64;
+    const uint32_t out = shared.base + ACTIVATED + consumer * MOE_SUBTILE_BYTES;
+#pragma unroll
+    for (int half = 0; half <= LAST; half++) {
+        const uint32_t buffer = consumer * 2 + half;
+        barrier_wait(shared.buffer_empty(buffer), (count & 1) ^ 1);
+        if (p.store_h) write_octets<T, true>(acc + half * 64, shared.buffer(buffer), GATED, lane);
+        const int group = GATED ? item.column : item.column * 2 + half;
+        if ((!GATED || half == LAST) && group < p.groups) {
+            if (!GATED && !NARROW) // the other half's A8
+                barrier_wait(shared.buffer_empty(consumer * 2 + 1 - half), (count & 1) ^ 1 ^ half);
+            float *sums = acc + (GATED ? 0 : half * 64), most[2] = {};
+            activate_sums<T, KIND, SUMS>(p.values, sums, most);
+            const int row = item.tile.row + consumer * MOE_BLOCK_ROWS;
+            quantize_sums<SUMS, GATED ? 8 : 4>(sums, most, out, p.a_scale + (int64_t)row * p.groups + group,
+                                               p.groups, lane);
+        }
+        hand_over(shared.buffer_full(buffer), lane);
+    }
+}
+
+template <typename T, bool NARROW>
+MOE_DEVICE void finish_tile(const up_f8_params &p, const layout<NARROW> &shared, work_item item,
+                            float (&acc)[columns_of<NARROW>() / 2], int consumer, uint32_t count, int lane)
+{
+    switch (p.activation) {
+#define MOE_FINISH(enumerator, name, shape, curve)                                                           \
+    case enumerator: return finish_as<T, enumerator, NARROW>(p, shared, item, acc, consumer, count, lane);
+        MOE_ACTIVATIONS(MOE_FINISH)
+#undef MOE_FINISH
+    }
+    __builtin_unreachable(); // the host refuses other values
+}
 
 template <typename T, bool NARROW, bool PROMOTED>
 MOE_DEVICE void multiply_tiles(const up_f8_params &p, const layout<NARROW> &shared, feed items, int steps,
@@ -102,13 +188,16 @@ MOE_DEVICE void multiply_tiles(const up_f8_params &p, const layout<NARROW> &shar
 #pragma unroll
         for (int half = 0; half < halves_of<NARROW>(); half++) {
             if (p.bias) add_bias<T>(acc + half * 64, p, moe_work_expert(tile), item.column, half, lane);
-            write_half<T, true>(acc + half * 64, shared, consumer, half, count, p.gated, lane);
+            if constexpr (PROMOTED)
+                write_half<T, true>(acc + half * 64, shared, consumer, half, count, p.gated, lane);
         }
+        if constexpr (!PROMOTED)
+            finish_tile<T, NARROW>(p, shared, item, acc, threadIdx.x >> 7, count, lane_again());
         count++;
     }
 }
 
-// ---- Store warps
+// ---- Store warps that activate
 
 // Subtiles of H with 64 features each (gated: of gate values, with those of the up values behind them) that
 // make 128 features of A. second 0: there are only 64.
@@ -143,15 +232,15 @@ MOE_DEVICE void store_eight(uint32_t to, const float (&a)[8], float factor)
                   pack_e4m3(a[4] * factor, a[5] * factor, a[6] * factor, a[7] * factor));
 }
 
-// 64 rows, UNROLL steps at a time. scales: of the first row; out: 64 rows of 128 bytes with the swizzle. Lane
+// 64 rows. scales: of the first row; out: 64 rows of 128 bytes with the swizzle. Lane
 // i of eight takes features 8 i to 8 i + 7 of both subtiles. The four rows of a step are chosen so that the
 // stores of 16 lanes reach all banks.
-template <typename T, int UNROLL, int KIND>
+template <typename T, int KIND>
 MOE_DEVICE void activate_rows(const moe_gate_values &v, activated_from from, uint32_t out, float *scales,
                               int groups, int lane)
 {
     const int octet = lane & 7, place = ((lane >> 3) & 1) * 4 + (lane >> 4);
-#pragma unroll UNROLL
+#pragma unroll 1
     for (int step = 0; step < MOE_BLOCK_ROWS / 4; step++) {
         const int row = (step >> 1) * 8 + (step & 1) * 2 + place;
         float first[8], second[8] = {};
@@ -169,13 +258,13 @@ MOE_DEVICE void activate_rows(const moe_gate_values &v, activated_from from, uin
     }
 }
 
-template <typename T, int UNROLL>
+template <typename T>
 MOE_DEVICE void activate_rows(const up_f8_params &p, activated_from from, uint32_t out, float *scales,
                               int lane)
 {
     switch (p.activation) {
 #define MOE_ROWS(enumerator, name, shape, curve)                                                             \
-    case enumerator: return activate_rows<T, UNROLL, enumerator>(p.values, from, out, scales, p.groups, lane);
+    case enumerator: return activate_rows<T, enumerator>(p.values, from, out, scales, p.groups, lane);
         MOE_ACTIVATIONS(MOE_ROWS)
 #undef MOE_ROWS
     }
@@ -183,15 +272,14 @@ MOE_DEVICE void activate_rows(const up_f8_params &p, activated_from from, uint32
 }
 
 // A8 of 128 features from `feature` on.
-template <typename T, int UNROLL>
+template <typename T>
 MOE_DEVICE void store_activated(const up_f8_params &p, activated_from from, uint32_t out, int feature,
                                 int row, int lane)
 {
     if (feature >= p.intermediate) return;
     if (lane == 0) wait_stores_read<0>(); // the store before has read `out`
     __syncwarp();
-    activate_rows<T, UNROLL>(p, from, out, p.a_scale + (int64_t)row * p.groups + feature / MOE_F8_A_FEATURES,
-                             lane);
+    activate_rows<T>(p, from, out, p.a_scale + (int64_t)row * p.groups + feature / MOE_F8_A_FEATURES, lane);
     fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
@@ -201,9 +289,9 @@ MOE_DEVICE void store_activated(const up_f8_params &p, activated_from from, uint
 }
 
 // The halves of the consumer's `count`-th tile are in its buffers: starts to store H, then A8.
-template <typename T, bool NARROW, int UNROLL>
-MOE_DEVICE void store_tile(const up_f8_params &p, const layout<NARROW> &shared, uint32_t count, uint32_t out,
-                           int column_tile, int consumer, int row, int lane)
+template <typename T, bool NARROW>
+MOE_DEVICE void activate_and_store(const up_f8_params &p, const layout<NARROW> &shared, uint32_t count,
+                                   uint32_t out, int column_tile, int consumer, int row, int lane)
 {
     const int features = p.gated ? 64 : 128; // of a half
     for (int half = 0; half < halves_of<NARROW>(); half++) {
@@ -215,13 +303,11 @@ MOE_DEVICE void store_tile(const up_f8_params &p, const layout<NARROW> &shared, 
             store_box(&p.h, subtile + MOE_SUBTILE_BYTES, p.gated ? feature : feature + 64, p.gated, row);
             commit_stores();
         }
-        if (!p.gated)
-            store_activated<T, UNROLL>(p, {subtile, subtile + MOE_SUBTILE_BYTES}, out, feature, row, lane);
+        if (!p.gated) store_activated<T>(p, {subtile, subtile + MOE_SUBTILE_BYTES}, out, feature, row, lane);
     }
     if (p.gated)
-        store_activated<T, UNROLL>(
-            p, {shared.buffer(consumer * 2), NARROW ? 0 : shared.buffer(consumer * 2 + 1)}, out,
-            column_tile * 128, row, lane);
+        store_activated<T>(p, {shared.buffer(consumer * 2), NARROW ? 0 : shared.buffer(consumer * 2 + 1)},
+                           out, column_tile * 128, row, lane);
     if (lane == 0) {
         wait_stores_read<0>();
         for (int half = 0; half < halves_of<NARROW>(); half++)
@@ -230,7 +316,32 @@ MOE_DEVICE void store_tile(const up_f8_params &p, const layout<NARROW> &shared, 
     __syncwarp();
 }
 
-template <typename T, bool NARROW, int UNROLL>
+// ---- Store warps
+
+// Stores H and A8 of the consumer's `count`-th tile, by one thread.
+template <bool NARROW>
+MOE_DEVICE void store_tile(const up_f8_params &p, const layout<NARROW> &shared, uint32_t count,
+                           int column_tile, int consumer, int row)
+{
+    const uint32_t out = shared.base + ACTIVATED + consumer * MOE_SUBTILE_BYTES;
+    for (int half = 0; half < halves_of<NARROW>(); half++) {
+        const uint32_t buffer = consumer * 2 + half, subtile = shared.buffer(buffer);
+        const int feature = (column_tile * 2 + half) * (p.gated ? 64 : 128);
+        barrier_wait(shared.buffer_full(buffer), count & 1);
+        if (p.store_h) {
+            store_box(&p.h, subtile, feature, 0, row);
+            store_box(&p.h, subtile + MOE_SUBTILE_BYTES, p.gated ? feature : feature + 64, p.gated, row);
+        }
+        const int group = p.gated ? column_tile : column_tile * 2 + half;
+        if ((!p.gated || half == halves_of<NARROW>() - 1) && group < p.groups)
+            store_box(&p.a, out, group * (MOE_F8_A_FEATURES / 2), row);
+        commit_stores();
+        wait_stores_read<0>();
+        barrier_arrive(shared.buffer_empty(buffer));
+    }
+}
+
+template <typename T, bool NARROW, bool PROMOTED>
 MOE_DEVICE void store_tiles(const up_f8_params &p, const work_queue &queue, const layout<NARROW> &shared,
                             feed items, int consumer, int lane)
 {
@@ -245,8 +356,12 @@ MOE_DEVICE void store_tiles(const up_f8_params &p, const work_queue &queue, cons
         if (!item.exists()) break;
         if (consumer >= moe_work_blocks(item.tile)) continue;
         if (claims) items.claim(t, queue);
-        store_tile<T, NARROW, UNROLL>(p, shared, count++, out, item.column, consumer,
-                                      item.tile.row + consumer * MOE_BLOCK_ROWS, lane);
+        if constexpr (PROMOTED)
+            activate_and_store<T, NARROW>(p, shared, count++, out, item.column, consumer,
+                                          item.tile.row + consumer * MOE_BLOCK_ROWS, lane);
+        else if (lane == 0)
+            store_tile<NARROW>(p, shared, count++, item.column, consumer,
+                               item.tile.row + consumer * MOE_BLOCK_ROWS);
     }
     if (claims) finish_claims(queue.turn);
     if (lane == 0) wait_stores_done();
@@ -269,13 +384,13 @@ __global__ void __launch_bounds__(THREADS, 1) up_f8(const __grid_constant__ up_f
     const int tile_features = p.gated ? 128 : 256;
     const work_queue queue(p, (p.intermediate + tile_features - 1) / tile_features);
     if (warp >= 8) {
-        give_registers<504 - 2 * consumer_registers<PROMOTED>()>();
+        give_registers<72>();
         if (warp < 10)
             load_tiles_f8<NARROW>(p, shared, items, steps);
         else
-            store_tiles<T, NARROW, PROMOTED ? 1 : 2>(p, queue, shared, items, warp - 10, lane);
+            store_tiles<T, NARROW, PROMOTED>(p, queue, shared, items, warp - 10, lane);
     } else {
-        take_registers<consumer_registers<PROMOTED>()>();
+        take_registers<216>();
         multiply_tiles<T, NARROW, PROMOTED>(p, shared, items, steps, warp >> 2, lane);
     }
 }

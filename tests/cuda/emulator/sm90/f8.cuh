@@ -85,6 +85,11 @@ MOE_DEVICE void store_shared8(uint32_t address, uint32_t low, uint32_t high)
     emulator::write_shared(address, uint2{low, high});
 }
 
+MOE_DEVICE void store_shared2(uint32_t address, uint32_t low)
+{
+    emulator::write_shared(address, (uint16_t)low);
+}
+
 MOE_DEVICE int lane_again()
 {
     return emulator::current->lane;
