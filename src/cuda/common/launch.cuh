@@ -29,7 +29,7 @@ cudaError_t enqueue(void (*kernel)(Formal...), dim3 ctas, dim3 threads, size_t s
 
 // A kernel whose first part may run while the kernel before it ends, on devices that can do this: it calls
 // wait_for_previous before it touches what that one reads or writes, and let_next_start after its own last
-// store. up of few rows calls it earlier: the first part of the next kernel reads nothing that it writes.
+// store. Some call it earlier: the first part of any next kernel reads nothing that they write.
 template <typename... Formal, typename... Actual>
 cudaError_t launch_early(void (*kernel)(Formal...), dim3 ctas, dim3 threads, size_t shared_bytes,
                          const moe_launch *on, const Actual &...arguments)

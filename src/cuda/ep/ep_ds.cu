@@ -18,7 +18,7 @@ namespace ep
 namespace
 {
 
-enum { THREADS = 256 };
+enum { THREADS = 256, FINISH_THREADS = 1024 };
 
 struct run_part {
     int first, rows; // padded rows
@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(THREADS) send_ds(const __grid_constant__ moe_e
             to[i] = sum_of_parts(p.partial, p.parts, p.padded_rows, part.first + i);
         to += part.rows;
     }
+    if (p.part >= 0) signal_when_done(v, MOE_EP_RETURN, moe_ep_mark(call_of(v), p.part));
 }
 
 __global__ void __launch_bounds__(THREADS)
@@ -78,6 +79,45 @@ __global__ void __launch_bounds__(THREADS)
     const float *from = (const float *)(v.windows[v.rank] + v.ds + (uint64_t)rank * v.ds_stripe) +
                         (__ldg(plan.offsets + global) - __ldg(plan.offsets + rank * plan.each));
     for (int i = threadIdx.x; i < count; i += THREADS) ds[row + i] = __ldcg(from + i);
+}
+
+// dS of pair `index`: of the token's rows, the one that is among those of the pair's expert; 0 for a skipped
+// or repeated id.
+template <typename I>
+MOE_DEVICE float ds_of_pair(const moe_ep_view &v, const moe_ep_take_topk &p, int64_t index)
+{
+    const moe_ep_own_plan &plan = p.plan;
+    const int64_t token = index / p.topk;
+    const I *ids = (const I *)p.ids + token * p.topk, id = ids[index - token * p.topk];
+    for (int64_t k = 0; k < index - token * p.topk; k++)
+        if (ids[k] == id) return 0.0f;
+    if (id < 0 || id >= plan.each * v.ranks) return 0.0f;
+    const int first = MOE_BLOCK_ROWS * __ldg(plan.block_offsets + id),
+              end = MOE_BLOCK_ROWS * __ldg(plan.block_offsets + id + 1), rank = (int)id / plan.each;
+    const float *from = (const float *)(v.windows[v.rank] + v.ds + (uint64_t)rank * v.ds_stripe) +
+                        (__ldg(plan.offsets + id) - __ldg(plan.offsets + rank * plan.each));
+    for (int i = __ldg(plan.token_offsets + token); i < __ldg(plan.token_offsets + token + 1); i++) {
+        const int row = __ldg(plan.token_rows + i);
+        if (row >= first && row < end) return __ldcg(from + (row - first));
+    }
+    return 0.0f;
+}
+
+// The last launch of a call.
+__global__ void __launch_bounds__(FINISH_THREADS, 1)
+    finish(const __grid_constant__ moe_ep_view v, const __grid_constant__ moe_ep_outputs o,
+           const __grid_constant__ moe_ep_take_topk p)
+{
+    const int64_t first = (int64_t)blockIdx.x * FINISH_THREADS + threadIdx.x,
+                  step = (int64_t)gridDim.x * FINISH_THREADS;
+    wait_for_previous();
+    if (!has_failed(v)) {
+        for (int64_t i = first; i < p.tokens * p.topk; i += step)
+            p.gradient[i] = p.wide_index ? ds_of_pair<int64_t>(v, p, i) : ds_of_pair<int32_t>(v, p, i);
+        return;
+    }
+    for (int i = 0; i < MOE_EP_OUTPUTS; i++)
+        for (int64_t j = first; o.at[i] && j < o.bytes[i] / 2; j += step) ((uint16_t *)o.at[i])[j] = 0xffffu;
 }
 
 } // namespace
@@ -95,4 +135,14 @@ extern "C" cudaError_t moe_cuda_ep_take_ds(const moe_launch *on, const moe_ep_vi
 {
     using namespace moe::ep;
     return moe::enqueue(take_ds, (unsigned)(plan->each * v->ranks), THREADS, 0, on->stream, *v, *plan, ds);
+}
+
+extern "C" cudaError_t moe_cuda_ep_finish(const moe_launch *on, const moe_ep_view *v, const moe_ep_outputs *o,
+                                          const moe_ep_take_topk *p)
+{
+    using namespace moe::ep;
+    const moe_ep_take_topk none = {}, &taken = p ? *p : none;
+    const unsigned ctas = (unsigned)on->sms;
+    return v->parts == 1 ? moe::launch_early(finish, ctas, FINISH_THREADS, 0, on, *v, *o, taken)
+                         : moe::enqueue(finish, ctas, FINISH_THREADS, 0, on->stream, *v, *o, taken);
 }

@@ -14,7 +14,7 @@
 // - offsets: sums the bits of the slots before a slot.
 // - map: a row's place in its slot's list is the number of lower experts, which follows from the bits. So no
 //   result depends on the order in which threads run.
-// Few rows take one launch, in which one CTA does the last four.
+// For few rows one launch does the last four, and begin_few (rows.cu) what send does.
 //
 // Bytes: 8 R sent and read, 16 R written, W max_tokens E / 8 of bits written once and read twice. No FLOPs.
 #include "common/launch.cuh"
@@ -33,36 +33,10 @@ enum {
     COUNT_THREADS = 1024,
     SLOTS_A_THREAD = 4,
     SEGMENT = COUNT_THREADS * SLOTS_A_THREAD,
-    FEW_ROWS = 8192
+    FEW_LANES = 8 /* that take a run, if there are few rows */
 };
-
-struct stripe {
-    int32_t *counts, *tokens;
-    float *weights;
-};
-
-MOE_DEVICE stripe stripe_at(const moe_ep_view &v, int rank, int source)
-{
-    int32_t *at = (int32_t *)(v.windows[rank] + v.routing + (uint64_t)source * v.routing_stripe);
-    return {at, at + v.stripe_experts, (float *)(at + v.stripe_experts + v.pairs)};
-}
 
 // ---- send: CTA g copies the rows of expert g of all ranks' experts
-
-// The rows of an expert, a number of all ranks' experts, by `threads` threads.
-MOE_DEVICE void send_rows(const moe_ep_view &v, const moe_ep_own_plan &plan, int global, int thread,
-                          int threads)
-{
-    const int rank = global / plan.each, expert = global - rank * plan.each;
-    const int count = __ldg(plan.counts + global), from = MOE_BLOCK_ROWS * __ldg(plan.block_offsets + global);
-    const int at = __ldg(plan.offsets + global) - __ldg(plan.offsets + rank * plan.each);
-    const stripe to = stripe_at(v, rank, v.rank);
-    if (thread == 0) to.counts[expert] = count;
-    for (int i = thread; i < count; i += threads) {
-        to.tokens[at + i] = __ldg(plan.row_token + from + i);
-        to.weights[at + i] = __ldg(plan.row_weight + from + i);
-    }
-}
 
 __global__ void __launch_bounds__(THREADS)
     send(const __grid_constant__ moe_ep_view v, const __grid_constant__ moe_ep_own_plan plan)
@@ -70,20 +44,6 @@ __global__ void __launch_bounds__(THREADS)
     if (has_failed(v)) return;
     send_rows(v, plan, blockIdx.x, threadIdx.x, THREADS);
     signal_when_done(v, MOE_EP_HEADER, moe_ep_mark(call_of(v), 0));
-}
-
-// For few rows: the start of the call too, in one CTA.
-__global__ void __launch_bounds__(COUNT_THREADS, 1)
-    begin_and_send(const __grid_constant__ moe_ep_begin_call c, const __grid_constant__ moe_ep_own_plan plan)
-{
-    const moe_ep_view &v = c.view;
-    const int warp = threadIdx.x >> 5;
-    const bool begun = warp == 0 && begin_call(c);
-    if (!__syncthreads_or(begun)) return;
-    for (int i = warp; i < plan.each * v.ranks; i += COUNT_THREADS / 32)
-        send_rows(v, plan, i, threadIdx.x & 31, 32);
-    __syncthreads();
-    if (warp == 0) signal_all(v, MOE_EP_HEADER, moe_ep_mark(call_of(v), 0));
 }
 
 // ---- count
@@ -129,12 +89,12 @@ MOE_DEVICE void cut_runs(const moe_ep_received_plan &p, int waves)
 {
     const moe_ep_view &v = p.view;
     const int runs = p.experts * v.ranks;
-    for (int i = threadIdx.x; i < runs * waves; i += COUNT_THREADS) {
+    for (int i = threadIdx.x; waves > 1 && i < runs * waves; i += COUNT_THREADS) {
         const int w = i / runs, e = (i - w * runs) / v.ranks, s = i - w * runs - e * v.ranks;
         const stripe from = stripe_at(v, v.rank, s);
         const int count = __ldcg(from.counts + e), first = p.sent[run_of(p, waves, e, 0, s)];
         const int64_t token = moe_ep_wave_start(p.tokens[s], v.parts, s == v.rank, w);
-        p.run_counts[run_of(p, waves, e, w, s)] = w ? tokens_below(from.tokens + first, count, token) : 0;
+        if (w) p.run_counts[run_of(p, waves, e, w, s)] = tokens_below(from.tokens + first, count, token);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < runs; i += COUNT_THREADS) {
@@ -143,7 +103,7 @@ MOE_DEVICE void cut_runs(const moe_ep_received_plan &p, int waves)
                   first = p.sent[run_of(p, waves, e, 0, s)];
         for (int w = 0; w < waves; w++) {
             int32_t *rows = p.run_counts + run_of(p, waves, e, w, s);
-            const int begin = *rows, end = w + 1 < waves ? rows[v.ranks] : count;
+            const int begin = w ? *rows : 0, end = w + 1 < waves ? rows[v.ranks] : count;
             p.sent[run_of(p, waves, e, w, s)] = first + begin;
             *rows = end - begin;
         }
@@ -282,9 +242,9 @@ __global__ void __launch_bounds__(COUNT_THREADS, 1) count(const __grid_constant_
     count_rows(p, scratch);
 }
 
-__global__ void __launch_bounds__(32) backward_waves(const __grid_constant__ moe_ep_backward_waves p)
+MOE_DEVICE void list_wave(const moe_ep_backward_waves &p, int list)
 {
-    const int list = blockIdx.x, runs = p.experts * p.waves, kept = p.past.kept;
+    const int runs = p.experts * p.waves, kept = p.past.kept;
     const bool none = p.run_blocks[runs] <= kept;
     if (list < p.waves)
         list_runs(p.lists[list], {p.run_blocks, list, p.waves, runs, p.waves, 0, kept}, p.piece_limit);
@@ -292,8 +252,13 @@ __global__ void __launch_bounds__(32) backward_waves(const __grid_constant__ moe
         list_runs(p.not_kept, {p.run_blocks, 0, 1, runs, p.waves, kept, INT32_MAX}, p.piece_limit);
     else
         list_runs(p.all, {p.run_blocks, 0, 1, none ? 0 : runs, p.waves, 0, INT32_MAX}, p.piece_limit);
-    for (int i = threadIdx.x; list == p.waves && i <= runs; i += 32)
+    for (int i = threadIdx.x & 31; list == p.waves && i <= runs; i += 32)
         p.kept_blocks[i] = min(p.run_blocks[i], kept);
+}
+
+__global__ void __launch_bounds__(32) backward_waves(const __grid_constant__ moe_ep_backward_waves p)
+{
+    list_wave(p, blockIdx.x);
 }
 
 // ---- place, offsets and map
@@ -424,22 +389,39 @@ __global__ void __launch_bounds__(COUNT_THREADS, 1)
         int64_t *tokens)
 {
     __shared__ uint32_t scratch[32];
-    const int ranks = p.view.ranks, warp = threadIdx.x >> 5, lane = threadIdx.x & 31,
-              runs = p.experts * ranks;
+    const int ranks = p.view.ranks, warp = threadIdx.x >> 5, group = threadIdx.x / FEW_LANES,
+              lane = threadIdx.x % FEW_LANES, runs = p.experts * ranks;
+    wait_for_previous();
     if (warp == 0) wait_for_headers(c, tokens);
     for (int i = threadIdx.x; i < ranks * p.view.max_tokens * p.words; i += COUNT_THREADS) p.mask[i] = 0;
     __syncthreads();
     count_rows(p, scratch);
-    __syncthreads();
-    for (int i = warp; i < runs; i += COUNT_THREADS / 32) place_rows(p, 1, i / ranks, i % ranks, lane, 32);
-    for (int e = threadIdx.x; e < p.experts; e += COUNT_THREADS)
-        write_order(p, e, experts_before(p, e, 0, 1));
+    for (int i = group; i < runs; i += COUNT_THREADS / FEW_LANES)
+        place_rows(p, 1, i / ranks, i % ranks, lane, FEW_LANES);
+    for (int e = warp; e < p.experts; e += COUNT_THREADS / 32) {
+        const uint32_t before = __reduce_add_sync(~0u, (uint32_t)experts_before(p, e, threadIdx.x & 31, 32));
+        if ((threadIdx.x & 31) == 0) write_order(p, e, (int)before);
+    }
     write_pads(p, MOE_BLOCK_ROWS * p.block_offsets[p.experts], p.padded_rows, threadIdx.x, COUNT_THREADS);
     __syncthreads();
     sum_slots(p, 0, scratch);
     __syncthreads();
-    for (int i = warp; i < runs; i += COUNT_THREADS / 32) map_rows(p, 1, i / ranks, i % ranks, lane, 32);
-    if (warp == 0) wait_all(p.view, MOE_EP_INPUT, moe_ep_mark(call_of(p.view), 0));
+    for (int i = group; i < runs; i += COUNT_THREADS / FEW_LANES)
+        map_rows(p, 1, i / ranks, i % ranks, lane, FEW_LANES);
+    if (warp == 0) wait_for_part(p.view, MOE_EP_INPUT, 0);
+}
+
+// The same for a backward: a warp for each list, and one that waits.
+__global__ void __launch_bounds__(4 * 32, 1)
+    few_backward(const __grid_constant__ moe_ep_backward_waves p, const __grid_constant__ moe_ep_begin_call c,
+                 int64_t *tokens, int again)
+{
+    const int warp = threadIdx.x >> 5;
+    wait_for_previous();
+    if (warp) return list_wave(p, warp - 1);
+    wait_for_headers(c, tokens);
+    wait_for_part(c.view, MOE_EP_INPUT, 0);
+    if (again) wait_for_part(c.view, MOE_EP_AGAIN, 0);
 }
 
 } // namespace
@@ -459,18 +441,18 @@ extern "C" cudaError_t moe_cuda_ep_backward_waves(const moe_launch *on, const mo
                         on->stream, *p);
 }
 
-extern "C" cudaError_t moe_cuda_ep_begin_few(const moe_launch *on, const moe_ep_begin_call *c,
-                                             const moe_ep_own_plan *plan)
-{
-    using namespace moe::ep;
-    return moe::enqueue(begin_and_send, 1, COUNT_THREADS, 0, on->stream, *c, *plan);
-}
-
 extern "C" cudaError_t moe_cuda_ep_plan_few(const moe_launch *on, const moe_ep_received_plan *p,
                                             const moe_ep_begin_call *c, int64_t *tokens)
 {
     using namespace moe::ep;
-    return moe::enqueue(few, 1, COUNT_THREADS, 0, on->stream, *p, *c, tokens);
+    return moe::launch_early(few, 1, COUNT_THREADS, 0, on, *p, *c, tokens);
+}
+
+extern "C" cudaError_t moe_cuda_ep_enter_few(const moe_launch *on, const moe_ep_backward_waves *p,
+                                             const moe_ep_begin_call *c, int64_t *tokens, int again)
+{
+    return moe::launch_early(moe::ep::few_backward, 1, p->kept_blocks ? 4 * 32 : 2 * 32, 0, on, *p, *c,
+                             tokens, again);
 }
 
 extern "C" cudaError_t moe_cuda_ep_plan(const moe_launch *on, const moe_ep_received_plan *p)

@@ -14,8 +14,11 @@ static_assert(sizeof(moe_ep_state) <= MOE_EP_STATE_BYTES, "a window has room for
 
 __global__ void __launch_bounds__(32) begin(const __grid_constant__ moe_ep_begin_call c)
 {
-    const bool begun = begin_call(c);
-    if (begun && c.backward) signal_all(c.view, MOE_EP_HEADER, moe_ep_mark(call_of(c.view), 0));
+    const uint64_t call = call_of(c.view) + 1;
+    if (!may_begin(c, call)) return;
+    count_call(c, call);
+    describe_call(c);
+    if (c.backward) signal_all(c.view, MOE_EP_HEADER, moe_ep_mark(call, 0));
 }
 
 __global__ void __launch_bounds__(32)
@@ -28,7 +31,14 @@ __global__ void __launch_bounds__(32)
     gate(const __grid_constant__ moe_ep_view v, int flag, int part, const moe_ep_past past)
 {
     if (past.end && __ldg(past.end) <= past.kept) return;
-    wait_all(v, flag, moe_ep_mark(call_of(v), part));
+    wait_for_part(v, flag, part);
+}
+
+__global__ void __launch_bounds__(32) free_and_gate(const __grid_constant__ moe_ep_view v, int flag, int part)
+{
+    if (__any_sync(~0u, has_failed(v))) return;
+    signal_all(v, MOE_EP_FREE, moe_ep_mark(call_of(v), 0));
+    wait_for_part(v, flag, part);
 }
 
 __global__ void __launch_bounds__(32) signal(const __grid_constant__ moe_ep_view v, int flag, int part)
@@ -57,6 +67,12 @@ extern "C" cudaError_t moe_cuda_ep_gate(const moe_launch *on, const moe_ep_view 
 {
     const moe_ep_past always = {};
     return moe::enqueue(moe::ep::gate, 1, 32, 0, on->stream, *v, (int)flag, part, past ? *past : always);
+}
+
+extern "C" cudaError_t moe_cuda_ep_free_and_gate(const moe_launch *on, const moe_ep_view *v, moe_ep_flag flag,
+                                                 int part)
+{
+    return moe::enqueue(moe::ep::free_and_gate, 1, 32, 0, on->stream, *v, (int)flag, part);
 }
 
 extern "C" cudaError_t moe_cuda_ep_signal(const moe_launch *on, const moe_ep_view *v, moe_ep_flag flag,

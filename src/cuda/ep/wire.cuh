@@ -61,9 +61,10 @@ MOE_DEVICE void give_up(const moe_ep_view &v, const moe_ep_fault &f)
         if (r != v.rank) write_fault((moe_ep_fault *)flag_at(v, r, MOE_EP_FAULT, v.rank), f);
 }
 
-MOE_DEVICE void fail(const moe_ep_view &v, moe_ep_reason reason, int other, int64_t a, int64_t b, int64_t c)
+MOE_DEVICE void fail(const moe_ep_view &v, uint64_t call, moe_ep_reason reason, int other, int64_t a,
+                     int64_t b, int64_t c)
 {
-    give_up(v, {(uint64_t)reason, call_of(v), v.rank, other, {a, b, c}});
+    give_up(v, {(uint64_t)reason, call, v.rank, other, {a, b, c}});
 }
 
 // ---- Flags: called by all lanes of a warp
@@ -96,8 +97,9 @@ MOE_DEVICE int lowest_missing(const moe_ep_view &v, int flag, uint64_t mark)
     return -1;
 }
 
-// Waits until the flags of all other ranks are at least `mark`. False when the group has failed.
-MOE_DEVICE bool wait_all(const moe_ep_view &v, int flag, uint64_t mark)
+// In call number `call`: waits until the flags of all other ranks are at least `mark`. False when the group
+// has failed.
+MOE_DEVICE bool wait_all(const moe_ep_view &v, uint64_t call, int flag, uint64_t mark)
 {
     const int lane = threadIdx.x & 31;
     const uint64_t start = nanoseconds();
@@ -108,9 +110,9 @@ MOE_DEVICE bool wait_all(const moe_ep_view &v, int flag, uint64_t mark)
         if (missing < 0) return true;
         if (polls % 16) continue;
         look_for_faults(v);
-        if (lane == 0 && load_now(&v.report->aborted)) fail(v, MOE_EP_ABORTED, missing, 0, 0, 0);
+        if (lane == 0 && load_now(&v.report->aborted)) fail(v, call, MOE_EP_ABORTED, missing, 0, 0, 0);
         if (lane == 0 && nanoseconds() - start >= v.timeout_ms * 1000000ull)
-            fail(v, MOE_EP_LATE, missing, flag, v.timeout_ms, 0);
+            fail(v, call, MOE_EP_LATE, missing, flag, v.timeout_ms, 0);
         __syncwarp();
     }
 }
@@ -119,67 +121,93 @@ MOE_DEVICE bool wait_all(const moe_ep_view &v, int flag, uint64_t mark)
 
 static_assert(MOE_EP_VALUES <= 32, "a lane for each value");
 
-MOE_DEVICE bool same_values(const moe_ep_view &v, moe_ep_reason reason, int source, const int64_t *theirs,
-                            const int64_t *ours, int count)
+MOE_DEVICE bool same_values(const moe_ep_view &v, uint64_t call, moe_ep_reason reason, int source,
+                            const int64_t *theirs, const int64_t *ours, int count)
 {
     const int lane = threadIdx.x & 31;
     const int64_t own = lane < count ? ours[lane] : 0, other = lane < count ? theirs[lane] : 0;
     const uint32_t differs = __ballot_sync(~0u, own != other);
     if (!differs) return true;
-    if (lane == __ffs((int)differs) - 1) fail(v, reason, source, lane, own, other);
+    if (lane == __ffs((int)differs) - 1) fail(v, call, reason, source, lane, own, other);
     __syncwarp();
     return false;
 }
 
-MOE_DEVICE bool meet(const moe_ep_begin_call &c)
+MOE_DEVICE bool meet(const moe_ep_begin_call &c, uint64_t call)
 {
     const moe_ep_view &v = c.view;
-    if (!wait_all(v, MOE_EP_HELLO, 1)) return false;
+    if (!wait_all(v, call, MOE_EP_HELLO, 1)) return false;
     for (int r = 0; r < v.ranks; r++)
-        if (r != v.rank && !same_values(v, MOE_EP_STRANGER, r, values_at(v, v.rank, v.hello, r),
+        if (r != v.rank && !same_values(v, call, MOE_EP_STRANGER, r, values_at(v, v.rank, v.hello, r),
                                         c.group_values, MOE_EP_GROUP_VALUES))
             return false;
     if ((threadIdx.x & 31) == 0) state_of(v)->met = 1;
     return true;
 }
 
-// Starts a call (ep_launch.h), but for the flag; by the first warp of a CTA. False after a failure.
+// The start of a call (ep_launch.h) in three steps, each by a warp: may it begin, false after a failure; the
+// description; and its number, when no other CTA needs the state of the call before.
 //
 // After a forward in several waves other ranks may still read their own rows, which are computed last. A call
 // whose rows have the same size writes elsewhere, so it does not wait for them.
-MOE_DEVICE bool begin_call(const moe_ep_begin_call &c)
+MOE_DEVICE bool may_begin(const moe_ep_begin_call &c, uint64_t call)
 {
     const moe_ep_view &v = c.view;
-    moe_ep_state *state = state_of(v);
-    const uint64_t call = state->call + 1, reading = state->row_bytes == c.row_bytes ? 0 : state->reading;
-    __syncwarp();
-    if (threadIdx.x == 0) state->call = call;
-    __syncwarp();
+    const moe_ep_state *state = state_of(v);
+    const uint64_t reading = state->row_bytes == c.row_bytes ? 0 : state->reading;
     if (__any_sync(~0u, has_failed(v))) return false;
-    if (!state->met && !meet(c)) return false;
-    if (reading && !wait_all(v, MOE_EP_FREE, moe_ep_mark(reading, 0))) return false;
-    if ((c.backward || v.parts > 1) && threadIdx.x == 0) {
-        state->reading = call;
-        state->row_bytes = c.backward ? 0 : c.row_bytes;
-    }
-    for (int r = 0; r < v.ranks; r++) {
-        int64_t *to = values_at(v, r, v.header, v.rank);
-        if (threadIdx.x == 0) to[0] = c.tokens;
-        if (threadIdx.x < MOE_EP_CALL_VALUES) to[1 + threadIdx.x] = c.call_values[threadIdx.x];
+    if (!state->met && !meet(c, call)) return false;
+    return !reading || wait_all(v, call, MOE_EP_FREE, moe_ep_mark(reading, 0));
+}
+
+MOE_DEVICE void describe_call(const moe_ep_begin_call &c)
+{
+    const int lane = threadIdx.x & 31;
+    for (int r = 0; r < c.view.ranks; r++) {
+        int64_t *to = values_at(c.view, r, c.view.header, c.view.rank);
+        if (lane == 0) to[0] = c.tokens;
+        if (lane < MOE_EP_CALL_VALUES) to[1 + lane] = c.call_values[lane];
     }
     __syncwarp();
-    return true;
+}
+
+MOE_DEVICE void count_call(const moe_ep_begin_call &c, uint64_t call)
+{
+    moe_ep_state *state = state_of(c.view);
+    if ((threadIdx.x & 31) == 0) {
+        state->call = call;
+        if (c.backward || c.view.parts > 1) {
+            state->reading = call;
+            state->row_bytes = c.backward ? 0 : c.row_bytes;
+        }
+    }
+    __syncwarp();
 }
 
 MOE_DEVICE bool compare_headers(const moe_ep_begin_call &c)
 {
     const moe_ep_view &v = c.view;
-    if (!wait_all(v, MOE_EP_HEADER, moe_ep_mark(call_of(v), 0))) return false;
+    const uint64_t call = call_of(v);
+    if (!wait_all(v, call, MOE_EP_HEADER, moe_ep_mark(call, 0))) return false;
+    const int lane = threadIdx.x & 31;
+    const bool compares = lane < MOE_EP_CALL_VALUES;
+    const int64_t own = compares ? c.call_values[lane] : 0;
+    bool differs = false; // of all ranks at once, and then, which is rare, of one after another
+#pragma unroll 4
     for (int r = 0; r < v.ranks; r++)
-        if (!same_values(v, MOE_EP_MISMATCH, r, values_at(v, v.rank, v.header, r) + 1, c.call_values,
+        differs |= compares && values_at(v, v.rank, v.header, r)[1 + lane] != own;
+    for (int r = 0; __any_sync(~0u, differs) && r < v.ranks; r++)
+        if (!same_values(v, call, MOE_EP_MISMATCH, r, values_at(v, v.rank, v.header, r) + 1, c.call_values,
                          MOE_EP_CALL_VALUES))
             return false;
     return true;
+}
+
+// Waits for a part of all other ranks in the current call.
+MOE_DEVICE bool wait_for_part(const moe_ep_view &v, int flag, int part)
+{
+    const uint64_t call = call_of(v);
+    return wait_all(v, call, flag, moe_ep_mark(call, part));
 }
 
 // tokens (ranks) receives T of each rank, 0 after a failure.
@@ -216,6 +244,34 @@ MOE_DEVICE bool comes_last(const moe_ep_view &v, int counter)
 MOE_DEVICE void signal_when_done(const moe_ep_view &v, int flag, uint64_t mark)
 {
     if (comes_last(v, flag)) signal_all(v, flag, mark);
+}
+
+// ---- Routing
+
+struct stripe {
+    int32_t *counts, *tokens;
+    float *weights;
+};
+
+MOE_DEVICE stripe stripe_at(const moe_ep_view &v, int rank, int source)
+{
+    int32_t *at = (int32_t *)(v.windows[rank] + v.routing + (uint64_t)source * v.routing_stripe);
+    return {at, at + v.stripe_experts, (float *)(at + v.stripe_experts + v.pairs)};
+}
+
+// The rows of an expert, a number of all ranks' experts, to its rank, by `threads` threads.
+MOE_DEVICE void send_rows(const moe_ep_view &v, const moe_ep_own_plan &plan, int global, int thread,
+                          int threads)
+{
+    const int rank = global / plan.each, expert = global - rank * plan.each;
+    const int count = __ldg(plan.counts + global), from = MOE_BLOCK_ROWS * __ldg(plan.block_offsets + global);
+    const int at = __ldg(plan.offsets + global) - __ldg(plan.offsets + rank * plan.each);
+    const stripe to = stripe_at(v, rank, v.rank);
+    if (thread == 0) to.counts[expert] = count;
+    for (int i = thread; i < count; i += threads) {
+        to.tokens[at + i] = __ldg(plan.row_token + from + i);
+        to.weights[at + i] = __ldg(plan.row_weight + from + i);
+    }
 }
 
 // ---- Which ranks have an expert of a token

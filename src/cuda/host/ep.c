@@ -12,8 +12,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { FEW_TOKENS = 64 /* with at most so many and one wave collect waits itself, on at most 8 SMs */ };
-
 static_assert((int)MOE_EP_MAX_PARTS + 2 == sizeof((moe_ep_received_plan *)0)->lists / sizeof(moe_cuda_lists),
               "a work list for each wave");
 
@@ -167,21 +165,11 @@ void moe_cuda_ep_add_scratch(const device_state *state, const moe_problem *probl
         backward->bytes = larger(backward->bytes, moe_cuda_ep_backward_scratch(state, &problem->layer, &ep));
 }
 
-static int has_few_rows(const ep_call *c)
-{
-    const moe_problem *p = &c->received.received;
-    return c->waves == 1 && p->layer.tokens <= MOE_EP_FEW_SLOTS && p->padded_rows <= MOE_EP_FEW_ROWS;
-}
-
 static cudaError_t dispatch(const ep_call *c, const smoe_forward_args *args)
 {
+    const moe_ep_moved x[2] = {{args->x, c->ep->window.x, MOE_EP_INPUT}};
     moe_stage_begin(c->context, SMOE_STAGE_DISPATCH, c->main.stream);
-    cudaError_t status = has_few_rows(c) ? moe_cuda_ep_begin_few(&c->main, &c->begin, &c->own)
-                                         : moe_cuda_ep_begin(&c->main, &c->begin);
-    if (status == cudaSuccess && !has_few_rows(c))
-        status = moe_cuda_ep_send_routing(&c->main, &c->begin.view, &c->own);
-    if (status == cudaSuccess)
-        status = moe_cuda_ep_push_parts(c, args->x, c->ep->window.x, MOE_EP_INPUT, c->received.parts);
+    const cudaError_t status = moe_cuda_ep_start(c, x, 1);
     moe_stage_end(c->context, SMOE_STAGE_DISPATCH, c->main.stream);
     return status;
 }
@@ -225,7 +213,7 @@ static cudaError_t plan_received(const ep_call *c, const moe_ep_received_plan *p
 {
     moe_stage_begin(c->context, SMOE_STAGE_PLAN, c->main.stream);
     cudaError_t status;
-    if (has_few_rows(c)) {
+    if (moe_cuda_ep_has_few_rows(c)) {
         status = moe_cuda_ep_plan_few(&c->main, plan, &c->begin, c->arrays.tokens);
     } else {
         status = moe_cuda_ep_take_headers(&c->main, &c->begin, c->arrays.tokens);
@@ -290,7 +278,7 @@ static cudaError_t experts(ep_call *c, const smoe_forward_args *args, const char
     cudaError_t status = plan_received(c, &plan);
     if (status == cudaSuccess) status = keep_b1(c, args->b1);
     for (int wave = 0; wave < c->waves && status == cudaSuccess; wave++) {
-        if (!has_few_rows(c)) status = moe_cuda_ep_enter_wave(c, wave);
+        if (!moe_cuda_ep_has_few_rows(c)) status = moe_cuda_ep_enter_wave(c, wave);
         rows.lists = plan.lists[wave];
         rows.block_offsets = c->arrays.run_blocks + wave;
         rows.block_stride = c->waves;
@@ -311,7 +299,7 @@ static cudaError_t collect(const ep_call *c, const smoe_forward_args *args)
         .out = args->out,
         .tokens = c->problem->layer.tokens,
         .hidden = c->problem->layer.hidden,
-        .waits = c->waves == 1 && c->ep->window.max_tokens <= FEW_TOKENS,
+        .waits = moe_cuda_ep_collect_waits(c),
     };
     moe_stage_begin(c->context, SMOE_STAGE_COLLECT, c->main.stream);
     cudaError_t status = cudaSuccess;

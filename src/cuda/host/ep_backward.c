@@ -12,33 +12,14 @@
 static cudaError_t dispatch(const ep_call *c, const smoe_backward_args *args, int wanted)
 {
     const moe_ep_window *w = &c->ep->window;
+    const moe_ep_moved moved[2] = {{args->dout, w->dout, MOE_EP_INPUT}, {args->x, w->x, MOE_EP_AGAIN}};
     moe_stage_begin(c->context, SMOE_STAGE_DISPATCH_BWD, c->main.stream);
-    cudaError_t status = moe_cuda_ep_begin(&c->main, &c->begin);
-    if (status == cudaSuccess && wanted)
-        status = moe_cuda_ep_push_parts(c, args->dout, w->dout, MOE_EP_INPUT, c->received.parts);
-    if (status == cudaSuccess && moe_ep_sends_x(&c->received, wanted))
-        status = moe_cuda_ep_push_parts(c, args->x, w->x, MOE_EP_AGAIN, 1);
+    const cudaError_t status = moe_cuda_ep_start(c, moved,
+                                                 !wanted                                ? 0
+                                                 : moe_ep_sends_x(&c->received, wanted) ? 2
+                                                                                        : 1);
     moe_stage_end(c->context, SMOE_STAGE_DISPATCH_BWD, c->main.stream);
     return status;
-}
-
-/* What the call would have written becomes NaN if the group has failed. */
-static cudaError_t spoil(const ep_call *c, const moe_ep_outputs *outputs)
-{
-    return moe_cuda_ep_spoil(&c->main, &c->begin.view, outputs);
-}
-
-static cudaError_t spoil_weights(const ep_call *c, const smoe_backward_args *args)
-{
-    const smoe_layer *l = &c->problem->layer;
-    const int64_t size = moe_type_bytes(l->gradient_type), experts = c->problem->experts_here,
-                  width = c->problem->h_width;
-    const moe_ep_outputs outputs = {
-        .at = {args->dw1, args->dw2, args->db1, args->db2},
-        .bytes = {experts * width * l->hidden * size, experts * l->hidden * l->intermediate * size,
-                  experts * width * size, experts * l->hidden * size},
-    };
-    return spoil(c, &outputs);
 }
 
 /* ---- experts ---- */
@@ -86,6 +67,7 @@ static cudaError_t send_ds(const ep_call *c, const backward_call *rows)
         .padded_rows = rows->problem->padded_rows,
         .parts = rows->at.ds_parts + (rows->args->b2 ? 1 : 0),
         .experts = (int32_t)rows->problem->layer.experts,
+        .part = c->waves == 1 ? 0 : -1,
     };
     return moe_cuda_ep_send_ds(&c->main, &p);
 }
@@ -101,8 +83,9 @@ static moe_cuda_backward_lists lists_at(const backward_call *rows, const receive
     return lists;
 }
 
+/* For few rows also all waits before the sums of others. */
 static cudaError_t make_lists(const ep_call *c, const backward_call *rows, const received_backward *s,
-                              moe_ep_backward_waves *waves)
+                              int wanted, moe_ep_backward_waves *waves)
 {
     *waves = (moe_ep_backward_waves){
         .run_blocks = c->arrays.run_blocks,
@@ -119,7 +102,10 @@ static cudaError_t make_lists(const ep_call *c, const backward_call *rows, const
         waves->all = lists_at(rows, s, c->waves + 1);
     }
     const cudaError_t status = moe_cuda_make_backward_lists(rows);
-    return status == cudaSuccess ? moe_cuda_ep_backward_waves(&c->main, waves) : status;
+    if (status != cudaSuccess) return status;
+    return moe_cuda_ep_has_few_rows(c) ? moe_cuda_ep_enter_few(&c->main, waves, &c->begin, c->arrays.tokens,
+                                                               moe_ep_sends_x(&c->received, wanted))
+                                       : moe_cuda_ep_backward_waves(&c->main, waves);
 }
 
 static cudaError_t run_dh(const ep_call *c, backward_call *rows)
@@ -190,7 +176,7 @@ static cudaError_t run_past(const ep_call *c, backward_call *rows, const moe_ep_
     rows->plan = &again;
     rows->lists = waves->not_kept;
     rows->block_offsets = NULL;
-    cudaError_t status = moe_cuda_ep_wait_past(c, &waves->past);
+    cudaError_t status = moe_cuda_ep_has_few_rows(c) ? cudaSuccess : moe_cuda_ep_wait_past(c, &waves->past);
     if (status == cudaSuccess) status = run_up_again(c, rows);
     if (status == cudaSuccess) status = run_dh(c, rows);
     if (c->problem->chunk_columns < c->problem->layer.hidden) rows->lists = waves->all;
@@ -201,18 +187,18 @@ static cudaError_t run_past(const ep_call *c, backward_call *rows, const moe_ep_
 
 /* The gradients that travel. */
 static cudaError_t run_returned(const ep_call *c, backward_call *rows, const received_backward *s,
-                                int wants_ds)
+                                int wants_ds, int wanted)
 {
     const smoe_backward_args *args = rows->args;
     const moe_cuda_backward_lists all = rows->lists;
     moe_ep_backward_waves waves;
-    cudaError_t status = make_lists(c, rows, s, &waves);
+    cudaError_t status = make_lists(c, rows, s, wanted, &waves);
     const int wants_dh = wants_ds || moe_wants_dh(args) || args->dw2;
     for (int wave = 0; wave < c->waves && status == cudaSuccess; wave++) {
         rows->lists = waves.lists[wave];
         rows->block_offsets = (waves.kept_blocks ? waves.kept_blocks : c->arrays.run_blocks) + wave;
         rows->block_stride = c->waves;
-        status = moe_cuda_ep_enter_wave(c, wave);
+        if (!moe_cuda_ep_has_few_rows(c)) status = moe_cuda_ep_enter_wave(c, wave);
         if (status == cudaSuccess && wants_dh) status = run_dh(c, rows);
         if (status == cudaSuccess && wants_dh) status = run_dx(c, rows, &waves.past, 0, wave);
     }
@@ -222,9 +208,11 @@ static cudaError_t run_returned(const ep_call *c, backward_call *rows, const rec
     return status == cudaSuccess && wants_ds ? send_ds(c, rows) : status;
 }
 
-/* Behind dS, which needs all of dO. Also if no gradient travels: the others wait for the flag. */
-static cudaError_t signal_returned(const ep_call *c)
+/* Behind dS, which needs all of dO, and with one wave sets the flag itself. Also if no gradient travels: the
+ * others wait for the flag. */
+static cudaError_t signal_returned(const ep_call *c, int wants_ds)
 {
+    if (c->waves == 1 && wants_ds) return cudaSuccess;
     const cudaError_t status = moe_cuda_ep_follow(c, c->comm.stream, c->main.stream);
     return status == cudaSuccess
                ? moe_cuda_ep_signal(&c->comm, &c->begin.view, MOE_EP_RETURN, c->received.parts - 1)
@@ -235,10 +223,12 @@ static cudaError_t run_weights(const ep_call *c, backward_call *rows)
 {
     const smoe_backward_args *args = rows->args;
     cudaError_t status = moe_wants_dw2(args) ? moe_cuda_run_dw2(c->context, rows) : cudaSuccess;
-    if (status == cudaSuccess && args->dw1) status = moe_cuda_ep_wait_again(c);
+    if (status == cudaSuccess && args->dw1 && !moe_cuda_ep_has_few_rows(c))
+        status = moe_cuda_ep_wait_again(c);
     rows->on.sms = c->main.sms; /* nearly all rows have travelled */
     if (status == cudaSuccess && moe_wants_dw1(args)) status = moe_cuda_run_dw1(c->context, rows);
-    if (status == cudaSuccess) status = moe_cuda_ep_signal(&c->main, &c->begin.view, MOE_EP_FREE, 0);
+    if (status == cudaSuccess && c->waves > 1) /* with one wave collect sets it */
+        status = moe_cuda_ep_signal(&c->main, &c->begin.view, MOE_EP_FREE, 0);
     return status;
 }
 
@@ -255,9 +245,11 @@ static cudaError_t experts(ep_call *c, const smoe_backward_args *args, int wants
     rows.on = c->beside;
     rows.sends_ds = wants_ds;
     if (c->waves > 1) rows.bias_counts = c->arrays.spans;
-    cudaError_t status = moe_cuda_ep_take_headers(&c->main, &c->begin, c->arrays.tokens);
-    if (status == cudaSuccess && wanted) status = run_returned(c, &rows, &s, wants_ds);
-    if (status == cudaSuccess) status = signal_returned(c);
+    cudaError_t status = cudaSuccess;
+    if (!wanted || !moe_cuda_ep_has_few_rows(c))
+        status = moe_cuda_ep_take_headers(&c->main, &c->begin, c->arrays.tokens);
+    if (status == cudaSuccess && wanted) status = run_returned(c, &rows, &s, wants_ds, wanted);
+    if (status == cudaSuccess) status = signal_returned(c, wants_ds);
     if (status == cudaSuccess) status = run_weights(c, &rows);
     if (status == cudaSuccess) status = moe_cuda_ep_follow(c, c->main.stream, c->comm.stream);
     c->main.refused_call = rows.on.refused_call;
@@ -281,7 +273,14 @@ static cudaError_t clear_router(const ep_call *c, const smoe_backward_args *args
     return status;
 }
 
-static cudaError_t collect_dx(const ep_call *c, const backward_call *own)
+/* With one wave the end of a rank's reading is told here, where a launch has room for it. */
+static cudaError_t wait_for_sums(const ep_call *c)
+{
+    if (c->waves == 1) return moe_cuda_ep_free_and_gate(&c->main, &c->begin.view, MOE_EP_RETURN, 0);
+    return moe_cuda_ep_gate(&c->main, &c->begin.view, MOE_EP_RETURN, c->received.parts - 1, NULL);
+}
+
+static cudaError_t collect_dx(const ep_call *c, const backward_call *own, int waits)
 {
     moe_cuda_combine term = {0};
     if (own->with_router && own->args->router_weight) moe_cuda_router_term(own, 0, &term);
@@ -294,6 +293,8 @@ static cudaError_t collect_dx(const ep_call *c, const backward_call *own)
         .router_weight = term.router_weight,
         .tokens = c->problem->layer.tokens,
         .hidden = c->problem->layer.hidden,
+        .waits = waits,
+        .frees = waits,
     };
     moe_stage_begin(c->context, SMOE_STAGE_DX, c->main.stream);
     const cudaError_t status = moe_cuda_ep_collect(&c->main, &p);
@@ -301,7 +302,15 @@ static cudaError_t collect_dx(const ep_call *c, const backward_call *own)
     return status;
 }
 
-/* dS comes as one part, with the term of b2. */
+/* For the router, dS of all pairs in the order of the rank's rows, as one part with the term of b2. */
+static cudaError_t take_ds(const ep_call *c, const backward_call *own)
+{
+    cudaError_t status = moe_cuda_make_backward_lists(own);
+    if (status == cudaSuccess)
+        status = moe_cuda_ep_take_ds(&c->main, &c->begin.view, &c->own, (float *)(own->scratch + own->at.ds));
+    return status == cudaSuccess ? moe_cuda_run_ds(own) : status;
+}
+
 static cudaError_t collect_tokens(ep_call *c, const smoe_backward_args *args, int with_router, int wants_ds)
 {
     smoe_backward_args local = *args;
@@ -309,47 +318,58 @@ static cudaError_t collect_tokens(ep_call *c, const smoe_backward_args *args, in
     backward_call own = moe_cuda_backward_call(c->state, c->problem, &c->call->layout, &c->call->plan, &local,
                                                args->scratch, with_router, c->main.stream);
     own.at.ds_parts = 1;
-    cudaError_t status = cudaSuccess;
-    if (wants_ds) {
-        status = moe_cuda_make_backward_lists(&own);
-        if (status == cudaSuccess)
-            status =
-                moe_cuda_ep_take_ds(&c->main, &c->begin.view, &c->own, (float *)(own.scratch + own.at.ds));
-        if (status == cudaSuccess) status = moe_cuda_run_ds(&own);
-    }
+    const int from_topk = c->problem->layer.entry == SMOE_ENTRY_FROM_TOPK;
+    const int waits = from_topk && args->dx && moe_cuda_ep_collect_waits(c);
+    cudaError_t status = waits ? cudaSuccess : wait_for_sums(c);
+    if (status == cudaSuccess && wants_ds && !from_topk) status = take_ds(c, &own);
     if (status == cudaSuccess && with_router) status = moe_cuda_run_router(c->context, &own);
-    if (status == cudaSuccess && args->dx) status = collect_dx(c, &own);
+    if (status == cudaSuccess && args->dx) status = collect_dx(c, &own, waits);
     c->main.refused_call = own.on.refused_call;
     c->main.refusal = own.on.refusal;
     return status;
 }
 
-static cudaError_t spoil_tokens(const ep_call *c, const smoe_backward_args *args, int with_router)
-{
-    const smoe_layer *l = &c->problem->layer;
-    const int64_t size = moe_type_bytes(l->gradient_type);
-    const int topk = l->entry == SMOE_ENTRY_FROM_TOPK;
-    const moe_ep_outputs outputs = {
-        .at = {with_router ? args->dlogits : NULL, with_router ? args->drouter_weight : NULL,
-               with_router ? args->drouter_bias : NULL, topk ? args->dtopk_weights : NULL,
-               topk ? NULL : args->drow_weights},
-        .bytes = {l->tokens * l->experts * moe_type_bytes(l->logits_type), l->experts * l->hidden * size,
-                  l->experts * size, l->tokens * l->topk * 4, c->problem->padded_rows * 4},
-    };
-    return spoil(c, &outputs);
-}
-
 static cudaError_t collect(ep_call *c, const smoe_backward_args *args, int with_router, int wants_ds)
 {
     moe_stage_begin(c->context, SMOE_STAGE_COLLECT_BWD, c->main.stream);
-    cudaError_t status =
-        moe_cuda_ep_gate(&c->main, &c->begin.view, MOE_EP_RETURN, c->received.parts - 1, NULL);
-    if (status == cudaSuccess)
-        status =
-            c->problem->layer.tokens ? collect_tokens(c, args, with_router, wants_ds) : clear_router(c, args);
-    if (status == cudaSuccess) status = spoil_tokens(c, args, with_router);
+    cudaError_t status = cudaSuccess;
+    if (c->problem->layer.tokens) {
+        status = collect_tokens(c, args, with_router, wants_ds);
+    } else {
+        status = wait_for_sums(c);
+        if (status == cudaSuccess) status = clear_router(c, args);
+    }
     moe_stage_end(c->context, SMOE_STAGE_COLLECT_BWD, c->main.stream);
     return status;
+}
+
+/* Behind all waits of these stages. */
+static cudaError_t finish(const ep_call *c, const smoe_backward_args *args, int with_router, int stages)
+{
+    const smoe_layer *l = &c->problem->layer;
+    const int64_t size = moe_type_bytes(l->gradient_type), here = c->problem->experts_here,
+                  width = c->problem->h_width;
+    const int collects = stages & MOE_COLLECT, topk = collects && l->entry == SMOE_ENTRY_FROM_TOPK,
+              rows = collects && !topk, router = collects && with_router, weights = stages & MOE_EXPERTS;
+    const moe_ep_outputs outputs = {
+        .at = {router ? args->dlogits : NULL, router ? args->drouter_weight : NULL,
+               router ? args->drouter_bias : NULL, topk ? args->dtopk_weights : NULL,
+               rows ? args->drow_weights : NULL, weights ? args->dw1 : NULL, weights ? args->dw2 : NULL,
+               weights ? args->db1 : NULL, weights ? args->db2 : NULL},
+        .bytes = {l->tokens * l->experts * moe_type_bytes(l->logits_type), l->experts * l->hidden * size,
+                  l->experts * size, l->tokens * l->topk * 4, c->problem->padded_rows * 4,
+                  here * width * l->hidden * size, here * l->hidden * l->intermediate * size,
+                  here * width * size, here * l->hidden * size},
+    };
+    const moe_ep_take_topk ds = {
+        .plan = c->own,
+        .ids = args->topk_ids,
+        .gradient = args->dtopk_weights,
+        .tokens = l->tokens,
+        .topk = (int32_t)l->topk,
+        .wide_index = l->index_type == SMOE_TYPE_I64,
+    };
+    return moe_cuda_ep_finish(&c->main, &c->begin.view, &outputs, topk && ds.gradient ? &ds : NULL);
 }
 
 smoe_status moe_cuda_ep_backward(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
@@ -365,7 +385,8 @@ smoe_status moe_cuda_ep_backward(smoe_context *context, const moe_call *call, co
     if (stages & MOE_DISPATCH) status = dispatch(&c, args, wanted);
     if (status == cudaSuccess && stages & MOE_EXPERTS) status = experts(&c, args, wants_ds, wanted);
     if (status == cudaSuccess && stages & MOE_COLLECT) status = collect(&c, args, with_router, wants_ds);
-    if (status == cudaSuccess && stages & MOE_EXPERTS) status = spoil_weights(&c, args);
+    if (status == cudaSuccess && stages & (MOE_EXPERTS | MOE_COLLECT))
+        status = finish(&c, args, with_router, stages);
     leave_device(c.state, before);
     const smoe_status result = launch_result(context, &c.main, status);
     return result == SMOE_OK ? moe_ep_outcome(context, args->ep) : result;

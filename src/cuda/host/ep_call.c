@@ -7,7 +7,10 @@
  * another rank waits for, even if all streams share one queue. */
 #include "host/ep_host.h"
 
-enum { MOVER_SMS = 16 /* while stages run beside movers */ };
+enum {
+    MOVER_SMS = 16, /* while stages run beside movers */
+    FEW_TOKENS = 64 /* with at most so many and one wave collect waits itself, on at most 8 SMs */
+};
 
 static moe_ep_view view_of(const smoe_ep *ep, int parts)
 {
@@ -104,13 +107,14 @@ static char *place_in(const ep_call *c, int rank, uint64_t region, int64_t row)
 static cudaError_t copy_stripes(const ep_call *c, const moe_ep_push *p)
 {
     const smoe_ep *ep = c->ep;
-    const char *from = (const char *)p->rows + p->first * p->row_bytes;
+    const char *from = (const char *)p->moved.rows + p->first * p->row_bytes;
     const size_t bytes = (size_t)((p->end - p->first) * p->row_bytes);
     cudaError_t status = cudaSuccess;
     for (int i = 1; i < ep->ranks && bytes && status == cudaSuccess; i++)
-        status = cudaMemcpyAsync(place_in(c, (ep->rank + i) % ep->ranks, p->region, p->first), from, bytes,
-                                 cudaMemcpyDefault, c->comm.stream);
-    return status == cudaSuccess ? moe_cuda_ep_signal(&c->comm, &c->begin.view, p->flag, p->part) : status;
+        status = cudaMemcpyAsync(place_in(c, (ep->rank + i) % ep->ranks, p->moved.region, p->first), from,
+                                 bytes, cudaMemcpyDefault, c->comm.stream);
+    return status == cudaSuccess ? moe_cuda_ep_signal(&c->comm, &c->begin.view, p->moved.flag, p->part)
+                                 : status;
 }
 
 static cudaError_t copy_own(const ep_call *c, const void *rows, uint64_t region, cudaEvent_t done)
@@ -124,22 +128,31 @@ static cudaError_t copy_own(const ep_call *c, const void *rows, uint64_t region,
     return status == cudaSuccess ? cudaEventRecord(done, group->aside) : status;
 }
 
-cudaError_t moe_cuda_ep_push_parts(const ep_call *c, const void *rows, uint64_t region, moe_ep_flag flag,
-                                   int parts)
+int moe_cuda_ep_has_few_rows(const ep_call *c)
+{
+    const moe_problem *p = &c->received.received;
+    return c->waves == 1 && p->layer.tokens <= MOE_EP_FEW_SLOTS && p->padded_rows <= MOE_EP_FEW_ROWS;
+}
+
+int moe_cuda_ep_collect_waits(const ep_call *c)
+{
+    return c->waves == 1 && c->ep->window.max_tokens <= FEW_TOKENS;
+}
+
+static cudaError_t push_parts(const ep_call *c, const moe_ep_moved *moved, int parts)
 {
     const int64_t tokens = c->problem->layer.tokens;
     const moe_cuda_group *group = c->ep->backend;
-    const int again = flag == MOE_EP_AGAIN, copies = c->waves > 1 && copies_are_better(&c->problem->layer);
+    const int again = moved->flag == MOE_EP_AGAIN,
+              copies = c->waves > 1 && copies_are_better(&c->problem->layer);
     moe_ep_push p = {.view = c->begin.view,
                      .plan = c->own,
-                     .rows = rows,
-                     .region = region,
+                     .moved = *moved,
                      .row_bytes = c->row_bytes,
-                     .flag = flag,
                      .own = c->waves == 1};
     cudaError_t status = moe_cuda_ep_follow(c, c->comm.stream, c->main.stream);
     if (status == cudaSuccess && c->waves > 1)
-        status = copy_own(c, rows, region, again ? group->own_again : group->own);
+        status = copy_own(c, moved->rows, moved->region, again ? group->own_again : group->own);
     for (p.part = 0; p.part < parts && status == cudaSuccess; p.part++) {
         p.first = moe_ep_part_start(tokens, parts, p.part);
         p.end = moe_ep_part_start(tokens, parts, p.part + 1);
@@ -147,6 +160,22 @@ cudaError_t moe_cuda_ep_push_parts(const ep_call *c, const void *rows, uint64_t 
         if (status == cudaSuccess && c->waves > 1)
             status = cudaEventRecord(again ? group->again : group->sent[p.part], c->comm.stream);
     }
+    return status;
+}
+
+cudaError_t moe_cuda_ep_start(const ep_call *c, const moe_ep_moved moved[2], int tensors)
+{
+    cudaError_t status;
+    if (moe_cuda_ep_has_few_rows(c)) {
+        moe_ep_begin_few p = {.begin = c->begin, .plan = c->own, .tensors = tensors};
+        for (int i = 0; i < tensors; i++) p.moved[i] = moved[i];
+        return moe_cuda_ep_begin_few(&c->main, &p);
+    }
+    status = moe_cuda_ep_begin(&c->main, &c->begin);
+    if (status == cudaSuccess && !c->begin.backward)
+        status = moe_cuda_ep_send_routing(&c->main, &c->begin.view, &c->own);
+    for (int i = 0; i < tensors && status == cudaSuccess; i++)
+        status = push_parts(c, &moved[i], moved[i].flag == MOE_EP_AGAIN ? 1 : c->received.parts);
     return status;
 }
 

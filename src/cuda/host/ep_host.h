@@ -44,9 +44,14 @@ ep_call moe_cuda_ep_call(smoe_context *context, smoe_ep *ep, const moe_call *cal
 /* What is enqueued on `stream` from now on starts after what `before` has now. */
 cudaError_t moe_cuda_ep_follow(const ep_call *c, cudaStream_t stream, cudaStream_t before);
 
-/* All parts of a (T, d) tensor, to all windows. */
-cudaError_t moe_cuda_ep_push_parts(const ep_call *c, const void *rows, uint64_t region, moe_ep_flag flag,
-                                   int parts);
+/* So few that several of the small kernels are one launch. */
+int moe_cuda_ep_has_few_rows(const ep_call *c);
+
+/* So few tokens that collect waits for the sums itself. */
+int moe_cuda_ep_collect_waits(const ep_call *c);
+
+/* Begins the call and sends the routing (in a forward) and these tensors, of which there are at most two. */
+cudaError_t moe_cuda_ep_start(const ep_call *c, const moe_ep_moved moved[2], int tensors);
 
 /* Waits for the rows of a wave, and for all of X again. */
 cudaError_t moe_cuda_ep_enter_wave(const ep_call *c, int wave);

@@ -70,6 +70,9 @@ typedef struct moe_ep_past {
 /* Waits for a part of all other ranks. past: only if there are such rows; NULL: always. */
 cudaError_t moe_cuda_ep_gate(const moe_launch *on, const moe_ep_view *view, moe_ep_flag flag, int part,
                              const moe_ep_past *past);
+/* Sets MOE_EP_FREE in all other windows, then waits as moe_cuda_ep_gate. */
+cudaError_t moe_cuda_ep_free_and_gate(const moe_launch *on, const moe_ep_view *view, moe_ep_flag flag,
+                                      int part);
 /* Sets a flag in all other windows. */
 cudaError_t moe_cuda_ep_signal(const moe_launch *on, const moe_ep_view *view, moe_ep_flag flag, int part);
 
@@ -105,11 +108,9 @@ typedef struct moe_ep_received_plan {
 
 cudaError_t moe_cuda_ep_plan(const moe_launch *on, const moe_ep_received_plan *plan);
 
-/* For at most so many slots and padded rows, and one wave: begin and send_routing in one launch;
- * take_headers, the plan and the gate of X in one. */
+/* For at most so many slots and padded rows, and one wave: take_headers, the plan and the gate of X in one
+ * launch. */
 enum { MOE_EP_FEW_SLOTS = 4095, MOE_EP_FEW_ROWS = 8192 };
-cudaError_t moe_cuda_ep_begin_few(const moe_launch *on, const moe_ep_begin_call *call,
-                                  const moe_ep_own_plan *plan);
 cudaError_t moe_cuda_ep_plan_few(const moe_launch *on, const moe_ep_received_plan *plan,
                                  const moe_ep_begin_call *call, int64_t *tokens);
 
@@ -125,21 +126,39 @@ typedef struct moe_ep_backward_waves {
     moe_cuda_backward_lists lists[MOE_EP_MAX_PARTS + 2];
 } moe_ep_backward_waves;
 cudaError_t moe_cuda_ep_backward_waves(const moe_launch *on, const moe_ep_backward_waves *waves);
+/* For few rows and one wave the same, take_headers, and the gates of dO and, with `again`, of X. */
+cudaError_t moe_cuda_ep_enter_few(const moe_launch *on, const moe_ep_backward_waves *waves,
+                                  const moe_ep_begin_call *call, int64_t *tokens, int again);
 
 /* ---- rows.cu ---- */
 
-/* Rows first..end - 1 of a (T, d) tensor to the ranks that need them; own: also to this rank's window. Sets
- * `flag` for `part`. */
+/* A (T, d) tensor, its place in windows, and the flag that says that it is there. */
+typedef struct moe_ep_moved {
+    const void *rows;
+    uint64_t region;
+    moe_ep_flag flag;
+} moe_ep_moved;
+
+/* Rows first..end - 1 to the ranks that need them; own: also to this rank's window. Sets the flag for `part`.
+ */
 typedef struct moe_ep_push {
     moe_ep_view view;
     moe_ep_own_plan plan;
-    const void *rows;
-    uint64_t region;
+    moe_ep_moved moved;
     int64_t first, end, row_bytes;
-    moe_ep_flag flag;
     int32_t part, own;
 } moe_ep_push;
 cudaError_t moe_cuda_ep_push(const moe_launch *on, const moe_ep_push *push);
+
+/* For few rows (above) and one wave: begin, send_routing in a forward, and push of all rows of `tensors`
+ * tensors, in one launch. */
+typedef struct moe_ep_begin_few {
+    moe_ep_begin_call begin;
+    moe_ep_own_plan plan;
+    moe_ep_moved moved[2];
+    int32_t tensors;
+} moe_ep_begin_few;
+cudaError_t moe_cuda_ep_begin_few(const moe_launch *on, const moe_ep_begin_few *begin);
 
 /* Sums over the rows of each received token of a wave, to the token's rank: of the tokens that have only rows
  * whose H is kept; or, not for a wave but for all, of the others. */
@@ -167,6 +186,7 @@ typedef struct moe_ep_collect {
     const void *router_weight;
     int64_t tokens, hidden;
     int32_t waits; /* 1: the kernel itself waits for the sums: for few tokens, on few SMs */
+    int32_t frees; /* 1, with waits: it sets MOE_EP_FREE before */
 } moe_ep_collect;
 cudaError_t moe_cuda_ep_collect(const moe_launch *on, const moe_ep_collect *collect);
 
@@ -180,6 +200,7 @@ typedef struct moe_ep_send_ds {
     const int64_t *tokens; /* (ranks) */
     int64_t padded_rows;
     int32_t parts, experts;
+    int32_t part; /* MOE_EP_RETURN is set for it; -1: not set */
 } moe_ep_send_ds;
 cudaError_t moe_cuda_ep_send_ds(const moe_launch *on, const moe_ep_send_ds *ds);
 
@@ -187,14 +208,24 @@ cudaError_t moe_cuda_ep_send_ds(const moe_launch *on, const moe_ep_send_ds *ds);
 cudaError_t moe_cuda_ep_take_ds(const moe_launch *on, const moe_ep_view *view, const moe_ep_own_plan *plan,
                                 float *ds);
 
-enum { MOE_EP_OUTPUTS = 6 };
+/* The same for each pair of the given top-K, instead of take_ds. */
+typedef struct moe_ep_take_topk {
+    moe_ep_own_plan plan;
+    const void *ids; /* (T, K) */
+    float *gradient; /* (T, K) */
+    int64_t tokens;
+    int32_t topk, wide_index;
+} moe_ep_take_topk;
 
-/* What a call writes becomes NaN if the group has failed. */
+enum { MOE_EP_OUTPUTS = 9 };
+
+/* What a call writes becomes NaN if the group has failed. Else dS is taken; topk may be NULL. */
 typedef struct moe_ep_outputs {
     void *at[MOE_EP_OUTPUTS];      /* NULL: none */
     int64_t bytes[MOE_EP_OUTPUTS]; /* multiples of 2 */
 } moe_ep_outputs;
-cudaError_t moe_cuda_ep_spoil(const moe_launch *on, const moe_ep_view *view, const moe_ep_outputs *outputs);
+cudaError_t moe_cuda_ep_finish(const moe_launch *on, const moe_ep_view *view, const moe_ep_outputs *outputs,
+                               const moe_ep_take_topk *topk);
 
 #ifdef __cplusplus
 }
