@@ -8,7 +8,7 @@
  * alone / with ranks. With T of at most 256 the launches are those of a CUDA graph, GRAPH_LAUNCHES of them,
  * because the GPUs' threads do not start at the same time. Every dS is compared with that of "alone", bit for
  * bit. With TIME_EP_STAGES in the environment it also prints when each stage of rank 0 begins, in the stream
- * of the calls. */
+ * of the calls; in a graph no kernel then starts early. */
 #define _GNU_SOURCE
 #include "bench/median.h"
 

@@ -13,9 +13,10 @@
 //
 // Tile: a warp takes a token or slot, and of it 128 vectors of 16 bytes (push) or 64 (the others) at a time.
 // Where there are fewer rows than warps, each of these groups of vectors is a warp's. All its loads start
-// before the first store. A row is loaded once for all ranks that need it. The grids have as many CTAs as the
-// launch has SMs: a mover beside a GEMM gets few. Flags are set by the last CTA (wire.cuh). For few tokens
-// one launch begins the call and sends routing and rows: one CTA the routing, FEW_CTAS the rows.
+// before the first store. A row is loaded once for all ranks that need it. The grids have at most as many
+// CTAs as the launch has SMs (collect: twice as many): a mover beside a GEMM gets few. Flags are set by the
+// last CTA (wire.cuh). For few tokens one launch begins the call and sends routing and rows: one CTA the
+// routing, up to FEW_CTAS the rows.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/storage.cuh"
@@ -139,12 +140,12 @@ __global__ void __launch_bounds__(THREADS, 1) begin_few(const __grid_constant__ 
         __syncthreads();
         if (warp == 0) signal_all(v, MOE_EP_HEADER, moe_ep_mark(call, 0));
     } else {
+        const int ctas = (int)gridDim.x - 1;
         load_rank_rows(rows, v, p.plan);
         for (int i = 0; i < p.tensors; i++) {
             const moved_rows moved = {
                 v, p.plan, (const char *)p.moved[i].rows, p.moved[i].region, p.begin.row_bytes, true};
-            send_rows_of(moved, rows, 0, p.begin.tokens, warp * FEW_CTAS + (int)blockIdx.x - 1,
-                         32 * FEW_CTAS);
+            send_rows_of(moved, rows, 0, p.begin.tokens, warp * ctas + (int)blockIdx.x - 1, 32 * ctas);
         }
     }
     if (!comes_last(v, MOE_EP_INPUT)) return;
@@ -321,6 +322,14 @@ __global__ void __launch_bounds__(THREADS, 1) collect(const __grid_constant__ mo
         for (int64_t t = 0; t < p.tokens; t++) spoil_row(p, t);
 }
 
+// CTAs that wait for other ranks, 1 to `most`. Ranks may share a GPU; those that wait must leave SMs to the
+// one that is waited for.
+unsigned waiting_ctas(const moe_launch *on, int64_t most)
+{
+    const int64_t share = on->device->sms / 16, ctas = share < most ? share : most;
+    return ctas > 1 ? (unsigned)ctas : 1u;
+}
+
 } // namespace
 } // namespace ep
 } // namespace moe
@@ -332,7 +341,8 @@ extern "C" cudaError_t moe_cuda_ep_push(const moe_launch *on, const moe_ep_push 
 
 extern "C" cudaError_t moe_cuda_ep_begin_few(const moe_launch *on, const moe_ep_begin_few *p)
 {
-    return moe::launch_early(moe::ep::begin_few, 1 + moe::ep::FEW_CTAS, moe::ep::THREADS, 0, on, *p);
+    using namespace moe::ep;
+    return moe::launch_early(begin_few, 1 + waiting_ctas(on, FEW_CTAS), THREADS, 0, on, *p);
 }
 
 extern "C" cudaError_t moe_cuda_ep_return(const moe_launch *on, const moe_ep_return *p)
@@ -352,8 +362,8 @@ extern "C" cudaError_t moe_cuda_ep_collect(const moe_launch *on, const moe_ep_co
 {
     using namespace moe;
     return for_type(storage_types(), on->dtype, [&](auto t) {
-        const unsigned few = (unsigned)moe_divide_up(p->tokens, ep::WAITING_TOKENS);
-        const unsigned ctas = p->waits ? (few ? few : 1u) : 2u * (unsigned)on->sms;
+        const unsigned ctas = p->waits ? ep::waiting_ctas(on, moe_divide_up(p->tokens, ep::WAITING_TOKENS))
+                                       : 2u * (unsigned)on->sms;
         const auto kernel = ep::collect<typename decltype(t)::type>;
         return p->waits ? launch_early(kernel, ctas, ep::THREADS, 0, on, *p)
                         : enqueue(kernel, ctas, ep::THREADS, 0, on->stream, *p);
