@@ -111,8 +111,10 @@ class _Cast(torch.autograd.Function):
         for side, da, db in zip(ctx.sides, gradients[::2], gradients[1::2]):
             for i, scaling in enumerate(side.scalings):
                 (of_a, _), of_b = next(given), next(given)
-                found.append(None if da is None else side.part(da, 1, i).to(of_a))
-                found.append(None if db is None else _gradient_b(side.part(db, 2, i), side.interleaved, scaling, *of_b))
+                a, b = ctx.needs_input_grad[len(found) + 2 : len(found) + 4]
+                found.append(side.part(da, 1, i).to(of_a) if a and da is not None else None)
+                b = b and db is not None
+                found.append(_gradient_b(side.part(db, 2, i), side.interleaved, scaling, *of_b) if b else None)
         return None, None, *found
 
 
@@ -164,6 +166,8 @@ def factors(
             if (a is None) != (b is None):
                 raise ValueError(f"{function}: {names[0]} is given without {names[1]}, or the other way round")
             if a is not None:
+                if isinstance(scaling, Tensor):
+                    raise TypeError(f"{function}: the scaling of {names[0]} is a Tensor; expected a number")
                 _check_pair(function, names, a, b, w2.shape[0], tuple(weight.shape[1:]), x)
                 pairs.append((_kept(a, dropout), b, scaling / (1 - dropout)))
     sides = []

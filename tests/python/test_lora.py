@@ -108,6 +108,8 @@ def test_a_wrong_argument_is_named(layer):
     for dropout in (1.0, -0.1, float("nan"), True):
         with pytest.raises(ValueError, match="lora.dropout is"):
             call(smoe.LoRA(a1, b1, dropout=dropout))
+    with pytest.raises(TypeError, match="scaling of lora.a1 is a Tensor"):
+        call(smoe.LoRA(a1, b1, scaling1=torch.tensor(2.0)))
     with pytest.raises(ValueError, match="sum to 264"):
         call([smoe.LoRA(*factors(given, 88, 88))] * 3)
     call(smoe.LoRA(a1, b1), chunks=2)
@@ -132,6 +134,10 @@ def test_no_gradient_of_a_fixed_factor_is_computed(layer, adapters, monkeypatch)
     monkeypatch.setattr(smoe._lora, "_run_backward", lambda spec, tensors, names, *rest: wanted.extend(names) or backward(spec, tensors, names, *rest))
     found = torch.autograd.grad(smoe.experts(*arguments, lora=lora).square().sum(), moving)
     assert wanted == ["lora_a1", "lora_b2"] and all(torch.equal(a, b) for a, b in zip(found, exact))
+    out, made, gradient = smoe.experts(*arguments, lora=[lora[0]._replace(b2=lora[0].b2.detach()), lora[-1]]), [], smoe._lora._gradient_b
+    monkeypatch.setattr(smoe._lora, "_gradient_b", lambda *given: made.append(given) or gradient(*given))
+    out.sum().backward()
+    assert len(made) == 1  # of b2 of the second adapter
 
 
 def test_no_tensor_as_large_as_a_weight_is_made(layer):
