@@ -309,13 +309,13 @@ part_ranks() {
 
 part_peers() {
     within 500 "$python" "$root/bench/peers.py" --records "$out/peers.jsonl" --suite paper --peers sonicmoe,scattermoe,cublas \
-        --no-new-t --shape-seconds 5 --seconds 430 --commit "$("$bin/smoe" info | sed -n 's/^commit *//p')"
+        --no-new-t --shape-seconds 5 --peer-seconds 200 --seconds 430 --commit "$("$bin/smoe" info | sed -n 's/^commit *//p')"
 }
 
 part_peers_portable() {
     within 480 "$python" "$root/bench/peers.py" --records "$out/portable.jsonl" --suite paper \
         --peers smoe-portable,scattermoe,momoe,grouped_mm,scattermoe-mma,momoe-mma,liger-mma --no-new-t --shape-seconds 4 \
-        --seconds 400 --commit "$("$bin/smoe" info | sed -n 's/^commit *//p')"
+        --peer-seconds 200 --seconds 400 --commit "$("$bin/smoe" info | sed -n 's/^commit *//p')"
 }
 
 # The time of a process that makes one small forward and backward, least of five; of it the first calls have the most.

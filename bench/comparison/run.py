@@ -188,24 +188,25 @@ class Run:
             return
         self.layer = f"{shape.name} {part} {routing}" + (f" tuning {tuning}" if self.options.tunings > 1 else "")
         say(self.layer)
-        found = self._take_turns(shape, part, routing, wanted)
-        date = now()
-        new = [
-            fields | {"timed_s": self.options.timed, "peer": peer, "date": date, "versions": self.versions[peer],
-                      "passes": passes} | found[peer]
-            for peer in wanted
-            if peer in found
-        ]
-        self._append(new)
+        found = {}
+        try:
+            self._take_turns(shape, part, routing, wanted, found)
+        finally:  # if time is up before the figures are there, found has the peers that were left out
+            date = now()
+            self._append([
+                fields | {"timed_s": self.options.timed, "peer": peer, "date": date, "versions": self.versions[peer],
+                          "passes": passes} | found[peer]
+                for peer in wanted
+                if peer in found
+            ])  # fmt: skip
 
     def _append(self, new):
         records.append(self.options.records, new)
 
-    def _take_turns(self, shape, part, routing, wanted):
-        """{peer: its figures, or the failure}. A peer during whose turn the process ends is left out of the rest of the
+    def _take_turns(self, shape, part, routing, wanted, found):
+        """Fills found: {peer: its figures, or the failure}. A peer during whose turn the process ends is left out of the rest of the
         run. The process then begins the layer again without this peer; earlier rounds of the other peers still
         count."""
-        found = {}
         busy = [process for process in self.processes if set(process.peers) & set(wanted)]
         ready = {id(process): self._prepare(process, shape, part, routing, wanted, found) for process in busy}
         rounds = {id(process): [] for process in busy}
@@ -220,7 +221,6 @@ class Run:
             kernels = self._kernels(process, found)
             self._drop(process)
             self._collect(process, ready[id(process)], rounds[id(process)], kernels, found)
-        return found
 
     def _goes_on(self, begin, rounds, ready):
         if all("failed" in once for prepared in ready.values() for once in prepared.values()):
@@ -324,7 +324,11 @@ class Run:
             for peer in peers if tuning % 2 == 0 else peers[::-1]:
                 if self.out_of_time():
                     return True
-                can_run |= self._step(model, peer, tuning)
+                try:
+                    can_run |= self._step(model, peer, tuning)
+                except TimeUp:
+                    say(f"time was up while {peer} was measured")
+                    return True
         if not can_run:
             raise Failed("no implementation can run here")
         return False
@@ -339,9 +343,6 @@ class Run:
         except Died as died:
             say(f"{peer} could not be loaded: {died}")
             return False
-        except TimeUp:
-            say(f"time was up while {peer} was measured")
-            return True
         finally:
             self.stop()
 

@@ -179,6 +179,10 @@ def test_time_is_up_while_a_layer_is_prepared(pretend, monkeypatch, capsys):
     monkeypatch.setattr(Pretended, "ask", ask)
     late, found = pretend("--peers", "sonicmoe")
     assert late and {r["shape"] for r in found} == {"tiny-a"}
+    Pretended.log.clear()
+    pretend.fatal["scattermoe"] = "prepare"  # left out before time is up
+    late, found = pretend("--peers", "scattermoe,sonicmoe", "--again")
+    assert late and found[-1]["peer"] == "scattermoe" and found[-1]["failed"] == "its process ended with status 70"
     said = capsys.readouterr().err
     assert "  sonicmoe is prepared\n" in said and "seconds of preparing: smoe 0.0, sonicmoe 0.0\n" in said
     assert "time was up while sonicmoe was loaded or prepared\n" in said
