@@ -1,7 +1,8 @@
-// The ping-pong core, for a short K dimension and no bias: the same product as in gemm_cooperative_rows.cuh,
-// in tiles of 128 x 192. If the columns of the chunk are no multiple of 192, the last column tile has 128 or
-// 64 columns. The weights of 192 columns are loaded for it too, so that every slot has the same number of
-// bytes. Those past the tile are not multiplied. Terms: docs/glossary.md; symbols: include/smoe.h.
+// The ping-pong core, for a short K dimension, no bias and no LoRA: the same product as in
+// gemm_cooperative_rows.cuh, in tiles of 128 x 192. If the columns of the chunk are no multiple of 192, the
+// last column tile has 128 or 64 columns. The weights of 192 columns are loaded for it too, so that every
+// slot has the same number of bytes. Those past the tile are not multiplied. Terms: docs/glossary.md;
+// symbols: include/smoe.h.
 //
 // Each of the two consumer warpgroups holds a whole tile (192 accumulators a thread). The two use the tensor
 // cores in turns: one converts and stores its tile while the other multiplies. With a short K dimension the

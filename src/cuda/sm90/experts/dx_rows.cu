@@ -11,8 +11,9 @@
 //
 // Tile: 128 x 256 on the cooperative core (gemm_cooperative.cuh), 128 x 192 on the ping-pong core
 // (gemm_ping_pong.cuh; the last column tile may be narrower) or 64 x 256 on the weight-stationary core
-// (gemm_stationary.cuh); see gemm_choice.h. W1 is MN-major, as it is in memory. The GEMM sums over the gate
-// rows of W1 and then over the up rows, in both layouts of W1. With LoRA Q1[r] A1[e] is added to dX~[r].
+// (gemm_stationary.cuh); see gemm_choice.h. With LoRA always the first. W1 is MN-major, as it is in memory.
+// The GEMM sums over the gate rows of W1 and then over the up rows, in both layouts of W1. With LoRA Q1[r]
+// A1[e] is added to dX~[r].
 #include "common/instances.cuh"
 #include "sm90/gemm_launch.cuh"
 #include "sm90/kernels.h"

@@ -17,9 +17,10 @@
 // A thread quantises four rows of 16 bytes: it stores each row's bytes, and the four bytes of each column to
 // shared memory, over the tile, from where they go to the transposed matrix.
 //
-// If all slots have tiles of a matrix of which more are unclaimed, the CTA drops one, and loads it once more
-// when the matrix has been read. So a CTA waits only for tiles that are claimed, the CTA that claimed the
-// first one of these never waits, and there is no deadlock, however few CTAs are resident.
+// If all slots have tiles of the matrix that the CTA claimed from last, it drops one, so that one slot stays
+// free, and loads it once more when the matrix has been read. So a CTA waits only for tiles that are claimed,
+// the CTA that claimed the first one of these never waits, and there is no deadlock, however few CTAs are
+// resident.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/storage.cuh"
