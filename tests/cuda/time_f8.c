@@ -22,22 +22,12 @@ typedef struct problem {
     smoe_forward_args args;
     forward_call forward;
     moe_f8_weights weights;
-    gpu_buffer x, w1, w2, ids, topk_weights, out, saved, scratch;
+    timed_inputs in;
+    gpu_buffer saved, scratch;
     gpu_buffer x8, x_scale, a8, a_scale, weights_f8;
     cudaStream_t stream;
     cudaGraphExec_t graphs[JOBS];
 } problem;
-
-static void make_inputs(problem *p, const timed_layer *l, int uniform)
-{
-    const int64_t T = l->tokens, d = l->hidden, n = l->intermediate, E = l->experts;
-    p->x = normal(T * d, 1.0f, 11);
-    p->w1 = normal(E * 2 * n * d, 1.0f / sqrtf((float)d), 12);
-    p->w2 = normal(E * d * n, 1.0f / sqrtf((float)n), 13);
-    p->ids = route(l, uniform);
-    p->topk_weights = equal_weights(l);
-    p->out = gpu_alloc((size_t)(T * d) * 2);
-}
 
 static void make_problem(problem *p, const timed_layer *l, int uniform)
 {
@@ -45,7 +35,7 @@ static void make_problem(problem *p, const timed_layer *l, int uniform)
     moe_problem *checked = &p->call.problem;
     moe_problem_init(checked, &description);
     moe_cuda_lay_out_forward(p->state, checked, &p->call.layout);
-    make_inputs(p, l, uniform);
+    p->in = make_inputs(l, uniform);
     const size_t rows = (size_t)checked->padded_rows;
     p->saved = gpu_alloc(checked->saved_buffer_bytes);
     p->scratch = gpu_alloc(p->call.layout.bytes);
@@ -55,10 +45,7 @@ static void make_problem(problem *p, const timed_layer *l, int uniform)
     p->weights_f8 = gpu_alloc((size_t)moe_f8_weights_at(checked, NULL).bytes);
     p->weights = moe_f8_weights_at(checked, p->weights_f8.memory);
     CHECK_CUDA(cudaStreamCreateWithFlags(&p->stream, cudaStreamNonBlocking));
-    p->args = (smoe_forward_args)SMOE_FORWARD_ARGS_INIT;
-    p->args.x = p->x.memory, p->args.w1 = p->w1.memory, p->args.w2 = p->w2.memory;
-    p->args.topk_ids = p->ids.memory, p->args.topk_weights = (float *)(void *)p->topk_weights.memory;
-    p->args.out = p->out.memory;
+    p->args = forward_args_of(&p->in);
     p->call.plan = moe_plan_at(checked, p->saved.memory);
     p->call.scratch = p->scratch.memory;
     p->call.stream = p->stream;
@@ -71,8 +58,8 @@ static void make_problem(problem *p, const timed_layer *l, int uniform)
 static void enqueue_weights(problem *p)
 {
     const smoe_layer *l = &p->call.problem.layer;
-    const moe_f8_quantized q = {.w1 = p->w1.memory,
-                                .w2 = p->w2.memory,
+    const moe_f8_quantized q = {.w1 = p->in.w1.memory,
+                                .w2 = p->in.w2.memory,
                                 .type = SMOE_TYPE_BF16,
                                 .to = p->weights,
                                 .count = l->experts,
@@ -85,7 +72,7 @@ static void enqueue_weights(problem *p)
 static void enqueue_rows(problem *p)
 {
     const smoe_layer *l = &p->call.problem.layer;
-    const moe_f8_rows rows = {p->x.memory, (uint8_t *)p->x8.memory, (float *)(void *)p->x_scale.memory,
+    const moe_f8_rows rows = {p->in.x.memory, (uint8_t *)p->x8.memory, (float *)(void *)p->x_scale.memory,
                               l->tokens, l->hidden};
     CHECK_CUDA(moe_sm90_f8_rows(&p->forward.on, &rows));
 }
@@ -146,7 +133,7 @@ static void enqueue_combine(problem *p)
     const smoe_layer *l = &p->call.problem.layer;
     const forward_call *c = &p->forward;
     const moe_cuda_combine combine = {.y = c->y,
-                                      .out = p->out.memory,
+                                      .out = p->in.out.memory,
                                       .token_offsets = c->plan->token_offsets,
                                       .token_rows = c->plan->token_rows,
                                       .row_weight = c->plan->row_weight,
@@ -198,19 +185,20 @@ static double difference(problem *p)
     const gpu_buffer bf = gpu_alloc((size_t)count * 2);
     enqueue(p, FORWARD);
     CHECK_CUDA(
-        cudaMemcpyAsync(bf.memory, p->out.memory, (size_t)count * 2, cudaMemcpyDeviceToDevice, p->stream));
+        cudaMemcpyAsync(bf.memory, p->in.out.memory, (size_t)count * 2, cudaMemcpyDeviceToDevice, p->stream));
     enqueue_weights(p);
     enqueue(p, FORWARD_F8);
     CHECK_CUDA(cudaStreamSynchronize(p->stream));
-    const double error = difference_of(p->out.memory, bf.memory, count);
+    const double error = difference_of(p->in.out.memory, bf.memory, count);
     gpu_free(bf);
     return error;
 }
 
 static void free_problem(problem *p)
 {
-    const gpu_buffer all[] = {p->x,       p->w1, p->w2,      p->ids, p->topk_weights, p->out,       p->saved,
-                              p->scratch, p->x8, p->x_scale, p->a8,  p->a_scale,      p->weights_f8};
+    const gpu_buffer all[] = {p->in.x,   p->in.w1,   p->in.w2,     p->in.ids, p->in.topk_weights,
+                              p->in.out, p->saved,   p->scratch,   p->x8,     p->x_scale,
+                              p->a8,     p->a_scale, p->weights_f8};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (gpu_free(all[i])) printf("time_f8: buffer %zu was written outside\n", i);
     for (job j = FORWARD; j < JOBS; j++) CHECK_CUDA(cudaGraphExecDestroy(p->graphs[j]));

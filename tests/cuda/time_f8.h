@@ -108,6 +108,33 @@ static inline gpu_buffer equal_weights(const timed_layer *l)
     return made;
 }
 
+/* The inputs of a layer's experts in bf16, and O. */
+typedef struct timed_inputs {
+    gpu_buffer x, w1, w2, ids, topk_weights, out;
+} timed_inputs;
+
+static inline timed_inputs make_inputs(const timed_layer *l, int uniform)
+{
+    const int64_t T = l->tokens, d = l->hidden, n = l->intermediate, E = l->experts;
+    return (timed_inputs){
+        .x = normal(T * d, 1.0f, 11),
+        .w1 = normal(E * 2 * n * d, 1.0f / sqrtf((float)d), 12),
+        .w2 = normal(E * d * n, 1.0f / sqrtf((float)n), 13),
+        .ids = route(l, uniform),
+        .topk_weights = equal_weights(l),
+        .out = gpu_alloc((size_t)(T * d) * 2),
+    };
+}
+
+static inline smoe_forward_args forward_args_of(const timed_inputs *in)
+{
+    smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
+    args.x = in->x.memory, args.w1 = in->w1.memory, args.w2 = in->w2.memory;
+    args.topk_ids = in->ids.memory, args.topk_weights = (float *)(void *)in->topk_weights.memory;
+    args.out = in->out.memory;
+    return args;
+}
+
 static inline void must(smoe_context *context, smoe_status status)
 {
     if (status == SMOE_OK) return;

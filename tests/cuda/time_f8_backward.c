@@ -51,36 +51,21 @@ typedef struct problem {
     const device_state *state;
     side sides[2];
     dw_operands dw;
-    gpu_buffer x, dout, w1, w2, ids, topk_weights, out, ds, weights_f8;
+    timed_inputs in;
+    gpu_buffer dout, ds, weights_f8;
     cudaStream_t stream;
     cudaGraphExec_t graphs[JOBS];
 } problem;
 
 /* ---- A layer ---- */
 
-static void make_inputs(problem *p, const timed_layer *l, int uniform)
-{
-    const int64_t T = l->tokens, d = l->hidden, n = l->intermediate, E = l->experts;
-    p->x = normal(T * d, 1.0f, 11);
-    p->dout = normal(T * d, 1.0f, 14);
-    p->w1 = normal(E * 2 * n * d, 1.0f / sqrtf((float)d), 12);
-    p->w2 = normal(E * d * n, 1.0f / sqrtf((float)n), 13);
-    p->ids = route(l, uniform);
-    p->topk_weights = equal_weights(l);
-    p->out = gpu_alloc((size_t)(T * d) * 2);
-    p->ds = gpu_alloc((size_t)(T * l->topk) * 4);
-}
-
 static void make_arguments(const problem *p, side *s)
 {
-    s->forward_args = (smoe_forward_args)SMOE_FORWARD_ARGS_INIT;
-    s->forward_args.x = p->x.memory, s->forward_args.w1 = p->w1.memory, s->forward_args.w2 = p->w2.memory;
-    s->forward_args.topk_ids = p->ids.memory;
-    s->forward_args.topk_weights = (float *)(void *)p->topk_weights.memory;
-    s->forward_args.out = p->out.memory;
+    s->forward_args = forward_args_of(&p->in);
     s->backward_args = (smoe_backward_args)SMOE_BACKWARD_ARGS_INIT;
-    s->backward_args.x = p->x.memory, s->backward_args.w1 = p->w1.memory, s->backward_args.w2 = p->w2.memory;
-    s->backward_args.topk_ids = p->ids.memory, s->backward_args.dout = p->dout.memory;
+    s->backward_args.x = p->in.x.memory, s->backward_args.w1 = p->in.w1.memory,
+    s->backward_args.w2 = p->in.w2.memory;
+    s->backward_args.topk_ids = p->in.ids.memory, s->backward_args.dout = p->dout.memory;
     s->backward_args.dx = s->dx.memory, s->backward_args.dw1 = s->dw1.memory;
     s->backward_args.dw2 = s->dw2.memory;
     s->backward_args.dtopk_weights = (float *)(void *)p->ds.memory;
@@ -97,7 +82,7 @@ static void make_side(problem *p, const smoe_layer *description, smoe_compute co
     s->saved = gpu_alloc(checked->saved_buffer_bytes);
     s->forward_scratch = gpu_alloc(s->forward.layout.bytes);
     s->backward_scratch = gpu_alloc(s->backward.layout.bytes);
-    s->dx = gpu_alloc(p->x.bytes), s->dw1 = gpu_alloc(p->w1.bytes), s->dw2 = gpu_alloc(p->w2.bytes);
+    s->dx = gpu_alloc(p->in.x.bytes), s->dw1 = gpu_alloc(p->in.w1.bytes), s->dw2 = gpu_alloc(p->in.w2.bytes);
     make_arguments(p, s);
     s->forward.plan = s->backward.plan = moe_plan_at(checked, s->saved.memory);
     s->forward.scratch = s->forward_scratch.memory, s->backward.scratch = s->backward_scratch.memory;
@@ -115,7 +100,9 @@ static void make_problem(problem *p, const timed_layer *l, int uniform)
     moe_problem sized;
     moe_problem_init(&sized, &description);
     CHECK_CUDA(cudaStreamCreateWithFlags(&p->stream, cudaStreamNonBlocking));
-    make_inputs(p, l, uniform);
+    p->in = make_inputs(l, uniform);
+    p->dout = normal(l->tokens * l->hidden, 1.0f, 14);
+    p->ds = gpu_alloc((size_t)(l->tokens * l->topk) * 4);
     p->weights_f8 = gpu_alloc((size_t)moe_f8_weights_at(&sized, NULL).bytes);
     make_side(p, &description, SMOE_COMPUTE_STORAGE, &p->sides[0]);
     make_side(p, &description, SMOE_COMPUTE_F8_DGRAD, &p->sides[1]);
@@ -127,7 +114,7 @@ static void enqueue_weights(problem *p)
 {
     const moe_problem *of = &p->sides[1].forward.problem;
     smoe_quantize_args args = SMOE_QUANTIZE_ARGS_INIT;
-    args.w1 = p->w1.memory, args.w2 = p->w2.memory;
+    args.w1 = p->in.w1.memory, args.w2 = p->in.w2.memory;
     args.experts = of->layer.experts;
     args.weights_f8 = p->weights_f8.memory, args.weights_f8_size = p->weights_f8.bytes;
     must(p->context, moe_cuda_quantize_weights(p->context, of, &args, p->stream));
@@ -220,7 +207,7 @@ static void make_dw_operands(problem *p)
     enqueue(p, DH_F8); /* dX~ is where A' was */
     enqueue_rows(p, s->stages.a, o->a8, s->stages.rows, n);
     enqueue_rows(p, s->stages.dh, o->dh8, s->stages.rows, s->backward.problem.h_width);
-    enqueue_rows(p, p->x.memory, o->x8, l->tokens, l->hidden);
+    enqueue_rows(p, p->in.x.memory, o->x8, l->tokens, l->hidden);
     enqueue(p, ROWS_F8);
     enqueue(p, DW_F8); /* what it launches is loaded before a graph records it */
     CHECK_CUDA(cudaStreamSynchronize(p->stream));
@@ -258,9 +245,9 @@ static errors compare(problem *p)
 static void free_problem(problem *p)
 {
     const dw_operands *o = &p->dw;
-    const gpu_buffer shared[] = {p->x,     p->dout,      p->w1,    p->w2,        p->ids, p->topk_weights,
-                                 p->out,   p->ds,        o->a8,    o->dh8,       o->x8,  o->dout8,
-                                 o->scale, o->exponents, o->parts, p->weights_f8};
+    const gpu_buffer shared[] = {
+        p->in.x, p->dout, p->in.w1, p->in.w2, p->in.ids, p->in.topk_weights, p->in.out, p->ds,
+        o->a8,   o->dh8,  o->x8,    o->dout8, o->scale,  o->exponents,       o->parts,  p->weights_f8};
     int outside = 0;
     for (size_t i = 0; i < sizeof shared / sizeof *shared; i++) outside += gpu_free(shared[i]);
     for (side *s = p->sides; s < p->sides + 2; s++) {
