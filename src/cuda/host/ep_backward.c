@@ -13,11 +13,9 @@ static cudaError_t dispatch(const ep_call *c, const smoe_backward_args *args, in
 {
     const moe_ep_window *w = &c->ep->window;
     const moe_ep_moved moved[2] = {{args->dout, w->dout, MOE_EP_INPUT}, {args->x, w->x, MOE_EP_AGAIN}};
+    const int tensors = wanted ? 1 + moe_ep_sends_x(&c->received, wanted) : 0;
     moe_stage_begin(c->context, SMOE_STAGE_DISPATCH_BWD, c->main.stream);
-    const cudaError_t status = moe_cuda_ep_start(c, moved,
-                                                 !wanted                                ? 0
-                                                 : moe_ep_sends_x(&c->received, wanted) ? 2
-                                                                                        : 1);
+    const cudaError_t status = moe_cuda_ep_start(c, moved, tensors);
     moe_stage_end(c->context, SMOE_STAGE_DISPATCH_BWD, c->main.stream);
     return status;
 }
