@@ -20,23 +20,29 @@ def new_tokens():
                         for n, v in made.items()}  # fmt: skip
     run(smoe.experts, inputs(len(made["x"])))
     counts = torch.randperm(len(made["x"]) // 2, generator=torch.Generator().manual_seed(0))[:100] + len(made["x"]) // 2
-    times = []
+    pairs = []
     for T in counts.tolist():
         given = inputs(T)
         dout = torch.ones_like(given["x"])
-        synchronize()
-        start = time.perf_counter()
-        smoe.experts(**given).backward(dout)
-        synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    jumps = max(abs(a - b) for a, b in zip(times, times[1:]))
-    find(
-        "100 new token counts: slowest above its neighbour, ms",
-        jumps <= 1 or target.device == "cpu",
-        f"{jumps:.3f}",
-        "1",
-    )
-    find("   median and slowest, ms", True, f"{statistics.median(times):.3f}, {max(times):.3f}")
+        pairs.append([milliseconds(lambda: smoe.experts(**given).backward(dout)) for _ in range(2)])
+    report_new_tokens(pairs)
+
+
+def milliseconds(function):
+    synchronize()
+    start = time.perf_counter()
+    function()
+    synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def report_new_tokens(pairs):
+    """`pairs`: milliseconds of the first and of the second call with a number of tokens. A busy host delays a few calls."""
+    first, second = zip(*pairs)
+    late = sum(a - b > 1 for a, b in pairs)
+    limited = target.device == "cuda"
+    find("100 new token counts: first calls over 1 ms later", late <= 5 or not limited, late, 5 if limited else "")
+    find("   median of the first and the second calls, ms", True, f"{statistics.median(first):.3f}, {statistics.median(second):.3f}")
 
 
 # ---- memory and speed at a training size ----
