@@ -33,7 +33,7 @@ portable   portable_99k   200  the same with 99 KB of shared memory
 portable   portable_lora   60  LoRA
 portable   portable_memcheck 300  compute-sanitizer on small cases
 portable   portable_racecheck 300
-portable   portable_synccheck 300  reports up, whose warps wait for one barrier at two instructions, which PTX allows
+portable   portable_synccheck 300  reports up and dh, whose warps wait for one barrier at two instructions, which PTX allows
 f8         f8_kernels     120  fp8: rows, weights, up, down, dh and dx_rows compared with the CPU bit for bit
 f8         f8_dw          120  weight gradients in fp8, also bit for bit
 f8         f8_layers      120  layers in fp8 against the oracle

@@ -304,6 +304,7 @@ template <int SHARE> MOE_DEVICE uint32_t keep_groups(float *row, const smoe_laye
         for (int i = 0; i < OWN; i++)
             better[i] += h < groups && (key > keys[i] || (key == keys[i] && h < i * SHARE + part));
     }
+    __syncwarp(); // lanes without a token read the last token's row
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         const int g = i * SHARE + part;
