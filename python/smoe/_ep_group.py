@@ -1,9 +1,12 @@
 """smoe.ep.Group: the C group of this rank, its windows and its context."""
 
 import ctypes
+import uuid
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from . import _context, _ep_windows, native
 from ._context import TYPE_CODES
@@ -53,6 +56,7 @@ class Group:
             tokens=max_tokens, hidden=hidden, intermediate=8, experts=num_experts, topk=top_k, dtype=TYPE_CODES[dtype],
             gradient_type=TYPE_CODES[dtype], rounding=native.ROUNDINGS[rounding], tile=tile, **self.fields,
         )  # fmt: skip
+        self.timeout, self.name = timeout, self._gather(uuid.uuid4().hex)[0]
         self._create(layer, timeout, threads)
         self.handle = Group._made
         Group._made += 1
@@ -143,7 +147,8 @@ class Group:
         native.library.smoe_ep_abort(self.ep)
 
     def close(self) -> None:
-        """Frees the group. Collective, unless it has failed; no rank may be in a call."""
+        """Frees the group; no rank may be in a call. On GPUs it waits until the others have closed theirs, at most `timeout`, and
+        not at all if the group has failed here. Without them this rank's window stays until the process ends."""
         if self.ep is None:
             return
         works = native.library.smoe_ep_status(self.ep) == native.STATUSES["ok"]
@@ -153,7 +158,20 @@ class Group:
         native.library.smoe_destroy(self.context)
         self.ep = None
         del groups[self.handle]
-        self.windows.close(all_are_here=works)
+        self.windows.close(lambda: self._others_closed(works))
+
+    def _others_closed(self, wait: bool) -> bool:
+        """By the store and not a collective, because a rank may be the only one to know of a failure."""
+        ranks = [f"smoe.ep.Group {self.name} closed by {rank}" for rank in range(self.size)]
+        try:
+            store = distributed_c10d._get_default_store()
+            store.set(ranks[self.rank], "")
+            if not wait:
+                return store.check(ranks)
+            store.wait(ranks, timedelta(seconds=self.timeout))
+            return True
+        except (RuntimeError, ValueError):  # a late rank, or the store has ended
+            return False
 
 
 def check() -> None:

@@ -218,16 +218,17 @@ class Windows:
             raise RuntimeError(f"it has {found:#x}, not {_MARK + rank:#x}")
         self.own.write(place, 0)
 
-    def close(self, all_are_here: bool = True) -> None:
-        """Without the other ranks this rank's window stays, because they may write to it."""
+    def close(self, others_closed: Callable[[], bool]) -> None:
+        """others_closed() is called when this rank uses no window any more. Where it says no, this rank's window stays,
+        because the others may write to it."""
         if self.own:
             self.own.close()
-        if self.way.frees and all_are_here:
-            self.gather(None)
-            if self.own:
+        if self.way.frees:
+            closed = others_closed()
+            if self.own and closed:
                 self.own.free()
-        elif self.way.frees and self.own:
-            _abandoned.append(self.own)
+            elif self.own:
+                _abandoned.append(self.own)
 
 
 def connect(size: int, rank: int, ranks: int, device: torch.device, process_group, gather: Callable[[Any], list]) -> Windows:
@@ -239,6 +240,6 @@ def connect(size: int, rank: int, ranks: int, device: torch.device, process_grou
         reason = windows.connect(size, device, process_group)
         if reason is None:
             return windows
-        windows.close()
+        windows.close(lambda: bool(gather(None)))
         refused.append(f"{way.name}: {reason}")
     raise RuntimeError(f"smoe.ep.Group: {'; '.join(refused)}; {way.expected}")

@@ -115,6 +115,40 @@ def test_a_missing_window_and_a_dead_rank_are_named(tmp_path):
     assert (tmp_path / "1").exists() and (tmp_path / "ended").exists()
 
 
+class Freed(_ep_windows.SharedFile):
+    """As on a GPU a rank's window must stay until the others have closed it."""
+
+    frees, freed = True, 0
+
+    def free(self):
+        Freed.freed += 1
+
+
+def closing(rank, ranks, folder):
+    start(rank, ranks, folder)
+    _ep_windows.WAYS["cpu"] = (Freed,)
+    group_of().close()
+    assert Freed.freed == 1
+    alone = group_of()
+    if rank == 1:
+        alone.abort()
+        with pytest.raises(smoe.ep.PeerError, match="rank 1 was stopped"):
+            smoe.ep.experts(*part(rank, ranks)[:5], group=alone)
+    else:
+        alone.check()  # it does not know
+    alone.close()
+    left = group_of(timeout=0.5)
+    if rank == 0:
+        left.close()
+        assert Freed.freed == 2 and len(_ep_windows._abandoned) == 1
+    os._exit(0)  # without the other rank gloo may not end
+
+
+def test_a_rank_closes_a_group_that_another_knows_to_have_failed(tmp_path):
+    """Nobody waits for a rank that knows of a failure alone, and for one that does not close a group only for its timeout."""
+    mp.spawn(closing, (2, tmp_path), nprocs=2)
+
+
 def test_compiled_calls_all_happen(monkeypatch, tmp_path):
     """Also one whose result is not used: the other ranks wait for it."""
     made, run = [], _ep_ops._run_forward

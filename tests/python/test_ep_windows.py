@@ -194,7 +194,7 @@ def test_gpus_take_symmetric_memory_first(cuda):
 
     def use(made):
         begins = made.addresses[made.rank] == made.own.buffer.data_ptr()
-        made.close(all_are_here=False)
+        made.close(lambda: False)
         return made.way.name, begins, weakref.ref(made.own)
 
     found = together("cuda", use)
@@ -212,7 +212,7 @@ def test_cuda_ipc_serves_where_symmetric_memory_does_not(cuda):
     cuda.setattr(symmetric, "empty", refuse)
 
     def use(made):
-        made.close()
+        made.close(lambda: bool(made.gather(None)))
         return made.way.name
 
     assert same(together("cuda", use)) == "CUDA IPC"
