@@ -67,9 +67,10 @@ train      nan             60  a loss that is not finite: status 3, and the last
 train      disk           120  a disk that is full at the first and at a later checkpoint: status 3, the later one resumes
 many       scaling        300  smoe train, 1.4B and 7B on one and on all GPUs: at least 0.95 of the tokens/s of as many single ones
 many       ranks          120  on all GPUs: two runs end with the same bits; a killed rank ends all; rings through sockets
-experts    ep_torch       240  expert parallelism from Python on all GPUs: gpu.py --only ep (about 120 s)
+experts    ep_torch       240  expert parallelism from Python on all GPUs: gpu.py --only ep (about 120 s; with Transformers 5.23 its part too)
 experts    ep_times       300  cuda_time_ep: layers with ranks beside the same experts alone, and at T 64 in a graph (about 90 s)
-experts    ep_peers       500  bench/peers.py: smoe.ep beside Transformers' all-to-all and torch's; on eight GPUs about 400 s
+experts    ep_peers       500  bench/peers.py: smoe.ep beside Transformers' (5.23) all-to-all and torch's; on eight GPUs about 400 s
+experts    ep_fsdp2       180  examples/train_fsdp2.py, 30B with 6 layers for each GPU: with --ep over all GPUs, and with FSDP-2 alone
 python     torch          400  tests/python/gpu.py
 python     jax            120  tests/python/jax_gpu.py
 peers      peers          500  bench/peers.py: the paper's layers beside SonicMoE, ScatterMoE and cuBLAS
@@ -366,11 +367,21 @@ part_losses() {
         fsdp2 loss_smoe 1 90 $small --experts smoe "$text" --compare "$out/loss_grouped_mm.jsonl" --tolerance 0.02
 }
 
+part_ep_fsdp2() {
+    local gpus ep wrong=0
+    gpus=$(nvidia-smi -L | wc -l)
+    for ep in "$gpus" 1; do
+        fsdp2 "ep_fsdp2_$ep" "$gpus" 90 --model 30B --layers $((6 * gpus)) --ep "$ep" --precision bf16 --random --steps 16 \
+            --log-every 4 --clip 0 --seed 1 || wrong=1
+    done
+    return $wrong
+}
+
 # The last two layers on any number of GPUs, the others on eight.
 part_ep_times() {
-    local gpus few="16384,2048,768,128,8 8192,7168,2048,256,8 64,2048,768,128,8" many=""
+    local gpus few="16384,2048,768,128,8 16384,2048,768,128,8,0,zipf 8192,7168,2048,256,8 64,2048,768,128,8" many=""
     gpus=$(nvidia-smi -L | wc -l)
-    [ "$gpus" -lt 8 ] || many="24576,1536,256,128,8 32768,4096,512,128,8 32768,4096,2048,64,4 16384,2048,768,128,8,0,zipf"
+    [ "$gpus" -lt 8 ] || many="24576,1536,256,128,8 32768,4096,512,128,8 32768,4096,2048,64,4"
     within 300 "$bin/cuda_time_ep" "$gpus" $few $many
 }
 
