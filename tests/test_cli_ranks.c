@@ -342,6 +342,23 @@ static int reserve_port(int *port)
     return made;
 }
 
+static void a_rank_says_that_rank_0_has_ended(void **state)
+{
+    char environment[128], hello[16];
+    int port;
+    const int reserved = reserve_port(&port);
+    assert_int_equal(listen(reserved, 1), 0);
+    snprintf(environment, sizeof environment,
+             "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=localhost MASTER_PORT=%d", port);
+    const pid_t run = start(state, environment, "train -o alone " TINY "--device cpu text.txt", "messages");
+    const int rank_0 = accept(reserved, NULL, NULL);
+    assert_true(recv(rank_0, hello, sizeof hello, MSG_WAITALL) == sizeof hello);
+    close(rank_0);
+    close(reserved);
+    assert_int_equal(status_of(run), 3);
+    assert_message(state, "messages", "smoe train: rank 1: rank 0 ended before the run began");
+}
+
 /* Two ranks that were started by something else and differ. */
 static void expect_difference(void **state, const char *first, const char *second, const char *message)
 {
@@ -413,6 +430,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_hung_rank_is_named, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_stop_reaches_all_ranks, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(differences_are_named, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_rank_says_that_rank_0_has_ended, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(ranks_come_from_the_environment, set_up, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -205,8 +205,8 @@ static bool find_first(group *g, error *err)
     int socket;
     while ((socket = connect_once(&g->place)) < 0 && clock_seconds() < end) usleep(100000);
     if (socket < 0)
-        return fail(err, ERROR_RUNTIME, "rank %d does not reach rank 0 at %s, port %d, within %d s",
-                    g->place.rank, g->place.address, g->place.port, CONNECT_SECONDS);
+        return fail(err, ERROR_RUNTIME, "rank 0 was not reached at %s, port %d, within %d s",
+                    g->place.address, g->place.port, CONNECT_SECONDS);
     prepare_socket(socket);
     g->peers[0].socket = socket;
     return tell(g, socket, HELLO, &rank, sizeof rank) || fail(err, ERROR_RUNTIME, "rank 0 has ended");
@@ -269,7 +269,8 @@ static _Noreturn void end(group *g, const last_words *w, bool write)
     _exit(w->code);
 }
 
-/* Another rank than 0 waits for the echo of its words, with which its process ends. */
+/* Another rank than 0 waits for the echo of its words, with which its process ends. Without one it may be the
+ * only one to write them. */
 void group_fail(group *g, const error *why)
 {
     last_words w = {.code = why->code, .rank = g->place.rank};
@@ -277,9 +278,11 @@ void group_fail(group *g, const error *why)
     if (g->place.rank == 0) end(g, &w, true);
     tell_all(g, ABORT, &w, sizeof w);
     for (int i = 0; g->watched && i < 50; i++) usleep(100000);
-    while (!g->watched && hear(g, g->peers[0].socket) && g->in.kind != ABORT) {
-    }
-    _exit(why->code); // rank 0 does not answer
+    bool answered = g->watched;
+    while (!answered && hear(g, g->peers[0].socket)) answered = g->in.kind == ABORT;
+    const bool voice = g->place.rank == 1 || g->peers[0].socket < 0;
+    if (!answered && voice && !g->place.launched) write_words(g, &w);
+    _exit(why->code);
 }
 
 /* ---- agreeing ---- */
