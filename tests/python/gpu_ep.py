@@ -173,6 +173,7 @@ def transformers(rank, ranks, folder):
 def work(rank, ranks, device, dtype, folder):
     target.device, target.dtype, target.part = (f"cuda:{rank}" if device == "cuda" else "cpu"), dtype, "ep"
     backend = "gloo"
+    os.environ["LOCAL_RANK"] = str(rank)  # Transformers makes this GPU the current one
     if device == "cuda":
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"
