@@ -41,6 +41,10 @@
  *   dW1[e, g] = 2^C1(e, g) sum_r dH_w[r, g]^T (X8[t] 2^(w1(r, g) - C1(e, g)))
  *   dW2[e, g] = 2^C2(e, g) sum_r (dO8[t] 2^(w2(r, g) - C2(e, g)))^T A'_w[r, g]
  *
+ * On CUDA both copies are in groups of 16 rows, so that dw loads them as wgmma's K-major matrices without
+ * swizzle: (padded_rows / 16, columns, 16), in the order of moe_f8_dw_byte. A block of 64 rows belongs to one
+ * expert, so a group does too. Bytes of pad rows are 0.
+ *
  * The products in brackets are rounded to e4m3 (moe_f8_shifted). C is the largest w of the expert's rows. w
  * is a number that is the same for all rows of the expert, moe_f8_expected of the group, except for rows
  * whose values are too large for it. If there is no such row, every factor in brackets is 1, and dw needs
@@ -196,6 +200,15 @@ MOE_HOST_DEVICE float moe_f8_row_factor(int32_t w, uint32_t amax, float token_sc
 }
 
 /* ---- Layouts ---- */
+
+/* Where dH_w (columns: h_width, gate before up) and A'_w (columns: n) have a row's byte of a column. The rows
+ * of a group are in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15, in which ldmatrix.trans leaves those
+ * of X8 and dO8. */
+MOE_HOST_DEVICE int64_t moe_f8_dw_byte(int64_t row, int64_t column, int64_t columns)
+{
+    const int64_t in = row & 15;
+    return (row / 16 * columns + column) * 16 + (in & 7) / 2 * 4 + in / 8 * 2 + (in & 1);
+}
 
 /* Groups of a row of n features. */
 MOE_HOST_DEVICE int64_t moe_f8_groups(int64_t n, int64_t features)

@@ -182,6 +182,20 @@ static result host_gradient(const dw_case *c, const operands *o)
     return to;
 }
 
+/* ---- Operands on the device ---- */
+
+/* In groups of 16 rows. */
+static gpu_buffer upload_right(const operands *o)
+{
+    uint8_t *grouped = malloc((size_t)(o->rows * o->width));
+    for (int64_t r = 0; r < o->rows; r++)
+        for (int64_t j = 0; j < o->width; j++)
+            grouped[moe_f8_dw_byte(r, j, o->width)] = o->right[r * o->width + j];
+    const gpu_buffer made = gpu_copy(grouped, (size_t)(o->rows * o->width));
+    free(grouped);
+    return made;
+}
+
 /* ---- Work lists ---- */
 
 typedef struct work {
@@ -295,8 +309,7 @@ static void check_dw(moe_launch *on, const dw_case *c)
     const int64_t d = c->hidden, n = c->intermediate, count = EXPERTS * o.width * d;
     const int32_t tiles = moe_sm90_f8_kernels.weight_tiles((int32_t)d, (int32_t)n, c->halves);
     const size_t exponents = (size_t)o.groups * 4;
-    const gpu_buffer left = gpu_copy(o.left, (size_t)(o.tokens * d)),
-                     right = gpu_copy(o.right, (size_t)(o.rows * o.width)),
+    const gpu_buffer left = gpu_copy(o.left, (size_t)(o.tokens * d)), right = upload_right(&o),
                      token = gpu_copy(o.row_token, (size_t)o.rows * 4),
                      exponent = gpu_copy(o.w, (size_t)o.rows * exponents),
                      expected = gpu_copy(o.expected, EXPERTS * exponents),

@@ -70,7 +70,8 @@ typedef struct moe_f8_dx_rows {
     const float *w_scale;  /* (experts) */
 } moe_f8_dx_rows;
 
-/* dw: features is dH_w or A'_w, tokens X8 or dO8; row_width is `intermediate`. With row_token. */
+/* dw: features is dH_w or A'_w in groups of 16 rows (f8.h), tokens X8 or dO8; row_width is not read. With
+ * row_token. */
 typedef struct moe_f8_dw {
     moe_dw dw;
     const int32_t *exponent; /* w of every row and group: (rows, ceil(n / 256)) */

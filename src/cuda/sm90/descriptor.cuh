@@ -1,4 +1,4 @@
-// Matrix descriptors: where wgmma finds an operand in shared memory, in subtiles with the 128-byte swizzle.
+// Matrix descriptors: where wgmma finds an operand in shared memory.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -9,9 +9,11 @@ namespace moe
 // swizzle. `where` is address / 16; a step of 16 elements along K adds 2, of 64 rows 512.
 constexpr uint64_t DESCRIPTOR = (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 
-// Of a K-major operand with rows of 64 bytes and the 64-byte swizzle: 512 bytes from one group of eight rows
-// to the next.
-constexpr uint64_t HALF_ROWS_DESCRIPTOR = (uint64_t)1 << 16 | (uint64_t)(512 >> 4) << 32 | (uint64_t)2 << 62;
+// Of a K-major operand of `columns` without swizzle: 16 bytes of each column, then the next 16 along K.
+MOE_DEVICE constexpr uint64_t plain_descriptor(uint32_t columns)
+{
+    return (uint64_t)columns << 16 | (uint64_t)(128 >> 4) << 32;
+}
 
 // Of an MN-major operand: 8192 bytes from one subtile of 64 to the next, 1024 from eight rows of K to the
 // next. A step of 16 elements along K adds 128.

@@ -1,5 +1,5 @@
-// What dw.cu and dw_f8.cu share: the parameters, the warps that load and store, split experts, experts
-// without rows. dw.cu explains them. Terms: docs/glossary.md; symbols: include/smoe.h.
+// What dw.cu and dw_f8.cu share: the parameters, the threads that store, split experts, experts without rows.
+// dw.cu explains them. Terms: docs/glossary.md; symbols: include/smoe.h.
 #pragma once
 #include "common/backward_shared.cuh"
 #include "problem.h"
@@ -33,6 +33,7 @@ struct dw_params {
     int32_t half_features; // n of the gradient
     int32_t subtiles_apart, interleaved, accumulate;
     moe_weight_grid grid;
+    using row_order = rows_in_order; // of d, in the accumulators
     MOE_DEVICE int stripes_of_half() const
     {
         return moe_stripes_of_half(intermediate);
@@ -82,101 +83,6 @@ template <bool TALL> MOE_DEVICE weight_queue queue_of(const dw_params &p, const 
     return {p.lists.pieces, __ldg(p.lists.counts + 1) * matrix.tiles, matrix.grid, p.lists.turn};
 }
 
-// ---- Loads
-
-// ELEMENT: its bytes. Bytes are moved as pairs.
-template <int ELEMENT>
-MOE_DEVICE void load_stripe(const dw_params &p, moe_stripe stripe, int row, uint32_t to, uint32_t full)
-{
-    if constexpr (ELEMENT == 1)
-        load_box(to, &p.features, full, stripe.feature / 2, row, stripe.half);
-    else if (p.subtiles_apart) {
-        load_box(to, &p.features, full, stripe.feature, row, 0, stripe.half);
-        load_box(to + MOE_SUBTILE_BYTES, &p.features, full, stripe.feature + MOE_SUBTILE_COLUMNS, row, 0,
-                 stripe.half);
-    } else
-        load_box(to, &p.features, full, 0, row, stripe.feature / MOE_SUBTILE_COLUMNS, stripe.half);
-}
-
-// Without row_token rows are tokens.
-MOE_DEVICE int token_of(const dw_params &p, int row)
-{
-    return p.row_token ? __ldg(p.row_token + row) : row < p.rows ? row : -1;
-}
-
-MOE_DEVICE int first_token(const dw_params &p, const moe_piece &piece, int row)
-{
-    return piece.blocks ? token_of(p, piece.row + row) : -1;
-}
-
-// A slot has 64 rows of the token operand's tile, then of the stripes.
-template <int ELEMENT, bool TALL>
-MOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matrix, const shared_layout &shared,
-                           weight_feed units)
-{
-    using M = weight_matrix<TALL>;
-    constexpr int ROW_BYTES = M::TILE_HIDDEN * ELEMENT, LEFT_BYTES = ROW_BYTES * STEP;
-    constexpr int STRIPE_BYTES = MOE_WEIGHT_STRIPE * ELEMENT * STEP;
-    constexpr int RIGHT_BYTES = M::STRIPES * STRIPE_BYTES;
-    constexpr int SUBTILES = LEFT_BYTES / MOE_SUBTILE_BYTES;
-    const int thread = threadIdx.x - 256, vector = thread & 7, row0 = thread >> 3; // rows row0 + 8 i
-    const uint32_t to = moe_subtile_offset(row0, vector), row_bytes = (uint32_t)p.hidden * ELEMENT;
-    const int row = row0 + 8 * vector; // the row of a step whose token this lane reads
-    ring_position<SLOTS> ring(1);
-    weight_unit unit = units.read(0);
-    int next = first_token(p, unit.piece, row);
-    for (int t = 0; unit.exists(); t++) {
-        const moe_piece piece = unit.piece;
-        const int hidden = unit.at.row_tile * matrix.TILE_HIDDEN + vector * (16 / ELEMENT);
-        bool inside[SUBTILES];
-#pragma unroll
-        for (int j = 0; j < SUBTILES; j++)
-            inside[j] = hidden + j * (MOE_SUBTILE_ROW_BYTES / ELEMENT) < p.hidden;
-        const char *from = (const char *)p.tokens + unit.at.row_tile * ROW_BYTES;
-        const int steps = unit.steps(), ask_at = weight_feed::asks_at(steps);
-        const moe_stripe left = matrix.stripe(unit.at, 0), right = matrix.stripe(unit.at, 1);
-        for (int k = 0; k < steps; k++) {
-            // The lane that has a row's token computes its address for all lanes. All shuffles are before the
-            // wait, because after it the compiler does not know that the warp has converged.
-            const char *mine = from + (uint64_t)(uint32_t)max(next, 0) * row_bytes, *rows[ROWS_A_LOADER];
-            const uint32_t some = __ballot_sync(~0u, next >= 0) >> (thread & 24);
-#pragma unroll
-            for (int i = 0; i < ROWS_A_LOADER; i++)
-                rows[i] = advance_by_adds(lane_address(mine, (thread & 24) | i), vector * 16);
-            if (thread == 0 && k == ask_at) barrier_arrive(units.asked(t));
-            if (k + 1 < steps)
-                next = token_of(p, piece.row + row + (k + 1) * STEP);
-            else {
-                unit = units.read(t + 1);
-                next = first_token(p, unit.piece, row);
-            }
-            barrier_wait(shared.empty(ring.slot), ring.phase);
-            const uint32_t slot = shared.base + ring.slot * (LEFT_BYTES + RIGHT_BYTES),
-                           full = shared.full(ring.slot);
-            if (thread == 0) {
-                const int first = piece.row + k * STEP;
-                barrier_expect(full, RIGHT_BYTES);
-                load_stripe<ELEMENT>(p, left, first, slot + LEFT_BYTES, full);
-                if (!TALL) load_stripe<ELEMENT>(p, right, first, slot + LEFT_BYTES + STRIPE_BYTES, full);
-            }
-#pragma unroll
-            for (int i = 0; i < ROWS_A_LOADER; i++)
-#pragma unroll
-                for (int j = 0; j < SUBTILES; j++)
-                    copy16_async_if_unhinted(inside[j] ? some & 1u << i : 0,
-                                             slot + to + i * 8 * MOE_SUBTILE_ROW_BYTES +
-                                                 j * MOE_SUBTILE_BYTES,
-                                             rows[i] + j * MOE_SUBTILE_ROW_BYTES);
-            barrier_arrive_after_copies(full);
-            ring.advance();
-        }
-    }
-    for (int i = 0; i < SLOTS; i++) { // the last copies have arrived and have been read
-        barrier_wait(shared.empty(ring.slot), ring.phase);
-        ring.advance();
-    }
-}
-
 // ---- From staging buffers to global memory (weight_staging.cuh)
 
 // Where a part is in the gradient. Its boxes are neighbours in x and in the staging buffer.
@@ -216,9 +122,9 @@ template <typename G, bool TRANSPOSED, bool TALL> struct part_place {
 };
 
 // Starts the load of a part's old values into its staging buffer.
-template <typename G, bool TRANSPOSED, bool TALL>
+template <typename G, bool TRANSPOSED, bool TALL, int COUNT>
 MOE_DEVICE void load_part(const dw_params &p, const part_place<G, TRANSPOSED, TALL> &at,
-                          const shared_layout &shared, int expert, uint32_t number)
+                          const ring_layout<COUNT> &shared, int expert, uint32_t number)
 {
     const uint32_t empty = shared.buffer_empty(number);
     if (at.inside(p)) {
@@ -231,9 +137,9 @@ MOE_DEVICE void load_part(const dw_params &p, const part_place<G, TRANSPOSED, TA
 }
 
 // Stores a part that a consumer has left in its staging buffer.
-template <typename G, bool TRANSPOSED, bool MERGES, bool TALL>
+template <typename G, bool TRANSPOSED, bool MERGES, bool TALL, int COUNT>
 MOE_DEVICE void store_part(const dw_params &p, const part_place<G, TRANSPOSED, TALL> &at,
-                           const shared_layout &shared, int expert, uint32_t number, uint32_t parity)
+                           const ring_layout<COUNT> &shared, int expert, uint32_t number, uint32_t parity)
 {
     barrier_wait(shared.buffer_full(number), parity);
     if (at.inside(p)) {
@@ -249,12 +155,12 @@ MOE_DEVICE void store_part(const dw_params &p, const part_place<G, TRANSPOSED, T
     wait_stores_read<0>();
 }
 
-// One lane of a store warp stores its consumer's parts; that of consumer 0 also claims the CTA's units.
-// MERGES: a buffer counts as empty only when the old values of the next tile are in it, so its phase is one
-// ahead.
-template <typename G, bool TRANSPOSED, bool MERGES, bool TALL>
+// One lane of a store warp stores the parts of CONSUMERS consumers, from `consumer` on; that of consumer 0
+// also claims the CTA's units. MERGES: a buffer counts as empty only when the old values of the next tile are
+// in it, so its phase is one ahead.
+template <typename G, bool TRANSPOSED, bool MERGES, int CONSUMERS = 1, bool TALL, int COUNT>
 MOE_DEVICE void store_tiles(const dw_params &p, const weight_matrix<TALL> &matrix,
-                            const shared_layout &shared, weight_feed units, int consumer)
+                            const ring_layout<COUNT> &shared, weight_feed units, int consumer)
 {
     using O = output<G>;
     static_assert(!MERGES || O::ROUNDS == 1, "the buffers hold all parts of a tile");
@@ -270,15 +176,17 @@ MOE_DEVICE void store_tiles(const dw_params &p, const weight_matrix<TALL> &matri
         const bool staged = unit.piece.part < 0;
         const int expert = unit.piece.expert;
         if (MERGES && staged)
-            for (int part = 0; part < O::PARTS; part++)
-                load_part<G, TRANSPOSED, TALL>(p, {matrix, unit.at, consumer, part}, shared, expert,
-                                               O::buffer(consumer, part));
+            for (int i = 0; i < CONSUMERS * O::PARTS; i++)
+                load_part<G, TRANSPOSED, TALL>(p, {matrix, unit.at, consumer + i % CONSUMERS, i / CONSUMERS},
+                                               shared, expert,
+                                               O::buffer(consumer + i % CONSUMERS, i / CONSUMERS));
         if (claims) claimed.claim_after(t, unit);
         if (!staged) continue;
-        for (int part = 0; part < O::PARTS; part++) {
-            const uint32_t number = O::buffer(consumer, part);
-            store_part<G, TRANSPOSED, MERGES, TALL>(p, {matrix, unit.at, consumer, part}, shared, expert,
-                                                    number, O::parity(count, part));
+        for (int i = 0; i < CONSUMERS * O::PARTS; i++) {
+            const int part = i / CONSUMERS, of = consumer + i % CONSUMERS;
+            const uint32_t number = O::buffer(of, part);
+            store_part<G, TRANSPOSED, MERGES, TALL>(p, {matrix, unit.at, of, part}, shared, expert, number,
+                                                    O::parity(count, part));
             if (!MERGES) barrier_arrive(shared.buffer_empty(number));
         }
         count++;
@@ -340,7 +248,8 @@ __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_const
     const weight_matrix<TALL> matrix(p);
     const int slices = __ldg(p.lists.counts + 2) * matrix.tiles * SLICES, lane = threadIdx.x & 31;
     const int consumer = threadIdx.x / 128;
-    const int first_row = (threadIdx.x >> 5) * 16 + consumer * (matrix.CONSUMER_HIDDEN - 64) + (lane >> 2);
+    const int first_row =
+        (threadIdx.x >> 5) * 16 + consumer * (matrix.CONSUMER_HIDDEN - 64) + P::row_order::first(lane);
     for (int slice = blockIdx.x; slice < slices; slice += gridDim.x) {
         const int unit = slice / SLICES, i = slice % SLICES,
                   column = (TALL ? i % OCTETS : i) * 8 + (lane & 3) * 2;
@@ -360,7 +269,7 @@ __global__ void __launch_bounds__(CONSUMER_THREADS) add_parts(const __grid_const
         const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const int d = at.row_tile * matrix.TILE_HIDDEN + row + (j >> 1) * 8;
+            const int d = at.row_tile * matrix.TILE_HIDDEN + row + (j >> 1) * P::row_order::step(lane);
             if (d >= p.hidden || feature + (j & 1) >= p.intermediate) continue;
             G *to = (G *)p.weight_gradient +
                     gradient_element<TRANSPOSED, TALL>(p, split.expert, stripe.half, feature + (j & 1), d);

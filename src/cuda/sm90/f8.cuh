@@ -124,6 +124,16 @@ template <> struct tensor_core<e4m3> {
                      : MOE_ACC32(c, 0), MOE_ACC32(c, 32), MOE_ACC32(c, 64), MOE_ACC32(c, 96)
                      : "l"(a), "l"(b), "r"(keep));
     }
+    // A from registers: a lane has four elements along K, from 4 (lane % 4) on, of the rows lane / 4 and
+    // lane / 4 + 8 of the warp's 16, then of these rows 16 further along K.
+    static MOE_DEVICE void multiply(float (&c)[128], const uint32_t (&a)[4], uint64_t b, int keep)
+    {
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" MOE_NAMES128
+                     "}, {%128, %129, %130, %131}, %132, p, 1, 1;\n}"
+                     : MOE_ACC32(c, 0), MOE_ACC32(c, 32), MOE_ACC32(c, 64), MOE_ACC32(c, 96)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+    }
 };
 
 } // namespace moe

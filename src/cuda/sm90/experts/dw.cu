@@ -33,7 +33,7 @@
 //   to the staging buffers while the GEMM runs, and the consumers add it to their accumulators. The template
 //   parameter MERGES stands for this case.
 //
-// This file has the consumers; sm90/dw_tiles.cuh has what dw_f8.cu needs too.
+// This file has the loads and the consumers; sm90/dw_tiles.cuh has what dw_f8.cu needs too.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "sm90/dw_tiles.cuh"
@@ -44,6 +44,98 @@ namespace
 {
 
 using namespace dw_kernel;
+
+// ---- Loads
+
+MOE_DEVICE void load_stripe(const dw_params &p, moe_stripe stripe, int row, uint32_t to, uint32_t full)
+{
+    if (p.subtiles_apart) {
+        load_box(to, &p.features, full, stripe.feature, row, 0, stripe.half);
+        load_box(to + MOE_SUBTILE_BYTES, &p.features, full, stripe.feature + MOE_SUBTILE_COLUMNS, row, 0,
+                 stripe.half);
+    } else
+        load_box(to, &p.features, full, 0, row, stripe.feature / MOE_SUBTILE_COLUMNS, stripe.half);
+}
+
+// Without row_token rows are tokens.
+MOE_DEVICE int token_of(const dw_params &p, int row)
+{
+    return p.row_token ? __ldg(p.row_token + row) : row < p.rows ? row : -1;
+}
+
+MOE_DEVICE int first_token(const dw_params &p, const moe_piece &piece, int row)
+{
+    return piece.blocks ? token_of(p, piece.row + row) : -1;
+}
+
+// A slot has 64 rows of the token operand's tile, then of the stripes.
+template <bool TALL>
+MOE_DEVICE void load_tiles(const dw_params &p, const weight_matrix<TALL> &matrix, const shared_layout &shared,
+                           weight_feed units)
+{
+    using M = weight_matrix<TALL>;
+    constexpr int ROW_BYTES = M::TILE_HIDDEN * 2, LEFT_BYTES = ROW_BYTES * STEP;
+    constexpr int STRIPE_BYTES = MOE_WEIGHT_STRIPE * 2 * STEP;
+    constexpr int RIGHT_BYTES = M::STRIPES * STRIPE_BYTES;
+    constexpr int SUBTILES = LEFT_BYTES / MOE_SUBTILE_BYTES;
+    const int thread = threadIdx.x - 256, vector = thread & 7, row0 = thread >> 3; // rows row0 + 8 i
+    const uint32_t to = moe_subtile_offset(row0, vector), row_bytes = (uint32_t)p.hidden * 2;
+    const int row = row0 + 8 * vector; // the row of a step whose token this lane reads
+    ring_position<SLOTS> ring(1);
+    weight_unit unit = units.read(0);
+    int next = first_token(p, unit.piece, row);
+    for (int t = 0; unit.exists(); t++) {
+        const moe_piece piece = unit.piece;
+        const int hidden = unit.at.row_tile * matrix.TILE_HIDDEN + vector * 8;
+        bool inside[SUBTILES];
+#pragma unroll
+        for (int j = 0; j < SUBTILES; j++) inside[j] = hidden + j * MOE_SUBTILE_COLUMNS < p.hidden;
+        const char *from = (const char *)p.tokens + unit.at.row_tile * ROW_BYTES;
+        const int steps = unit.steps(), ask_at = weight_feed::asks_at(steps);
+        const moe_stripe left = matrix.stripe(unit.at, 0), right = matrix.stripe(unit.at, 1);
+        for (int k = 0; k < steps; k++) {
+            // The lane that has a row's token computes its address for all lanes. All shuffles are before the
+            // wait, because after it the compiler does not know that the warp has converged.
+            const char *mine = from + (uint64_t)(uint32_t)max(next, 0) * row_bytes, *rows[ROWS_A_LOADER];
+            const uint32_t some = __ballot_sync(~0u, next >= 0) >> (thread & 24);
+#pragma unroll
+            for (int i = 0; i < ROWS_A_LOADER; i++)
+                rows[i] = advance_by_adds(lane_address(mine, (thread & 24) | i), vector * 16);
+            if (thread == 0 && k == ask_at) barrier_arrive(units.asked(t));
+            if (k + 1 < steps)
+                next = token_of(p, piece.row + row + (k + 1) * STEP);
+            else {
+                unit = units.read(t + 1);
+                next = first_token(p, unit.piece, row);
+            }
+            barrier_wait(shared.empty(ring.slot), ring.phase);
+            const uint32_t slot = shared.base + ring.slot * (LEFT_BYTES + RIGHT_BYTES),
+                           full = shared.full(ring.slot);
+            if (thread == 0) {
+                const int first = piece.row + k * STEP;
+                barrier_expect(full, RIGHT_BYTES);
+                load_stripe(p, left, first, slot + LEFT_BYTES, full);
+                if (!TALL) load_stripe(p, right, first, slot + LEFT_BYTES + STRIPE_BYTES, full);
+            }
+#pragma unroll
+            for (int i = 0; i < ROWS_A_LOADER; i++)
+#pragma unroll
+                for (int j = 0; j < SUBTILES; j++)
+                    copy16_async_if_unhinted(inside[j] ? some & 1u << i : 0,
+                                             slot + to + i * 8 * MOE_SUBTILE_ROW_BYTES +
+                                                 j * MOE_SUBTILE_BYTES,
+                                             rows[i] + j * MOE_SUBTILE_ROW_BYTES);
+            barrier_arrive_after_copies(full);
+            ring.advance();
+        }
+    }
+    for (int i = 0; i < SLOTS; i++) { // the last copies have arrived and have been read
+        barrier_wait(shared.empty(ring.slot), ring.phase);
+        ring.advance();
+    }
+}
+
+// ---- Consumers
 
 template <typename T, typename G, bool TRANSPOSED, bool MERGES, bool TALL>
 MOE_DEVICE void multiply_tiles(const dw_params &p, const weight_matrix<TALL> &matrix,
@@ -61,7 +153,7 @@ MOE_DEVICE void multiply_tiles(const dw_params &p, const weight_matrix<TALL> &ma
             store_part_of(p, unit, matrix.tiles, acc);
             continue;
         }
-        write_tile<G, MERGES>(acc, shared, consumer, count, lane, TRANSPOSED);
+        write_tile<dw_params::row_order, G, MERGES>(acc, shared, consumer, count, lane, TRANSPOSED);
         count++;
     }
 }
@@ -83,7 +175,7 @@ __global__ void __launch_bounds__(THREADS, 1) dw(const __grid_constant__ dw_para
     if (warp >= 8) {
         give_registers<88>();
         if (warp < 10)
-            load_tiles<2>(p, matrix, shared, units);
+            load_tiles(p, matrix, shared, units);
         else if (lane == 0)
             store_tiles<G, TRANSPOSED, MERGES>(p, matrix, shared, units, warp - 10);
     } else {

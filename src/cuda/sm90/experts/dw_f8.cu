@@ -5,8 +5,8 @@
 //
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Shapes: dO8 and X8 (T, d), A'_w (padded rows, n), dH_w (padded rows, h), all bytes; w (padded rows,
-// ceil(n / 256)); the gradients as in dw.cu. FLOPs 2 R d h or 2 R d n.
+// Shapes: dO8 and X8 (T, d), A'_w (padded rows / 16, n, 16), dH_w (padded rows / 16, h, 16), all bytes;
+// w (padded rows, ceil(n / 256)); the gradients as in dw.cu. FLOPs 2 R d h or 2 R d n.
 //
 // Bytes: half of dw.cu's for the operands, the same for gradients and pieces.
 //
@@ -14,18 +14,20 @@
 // one group (moe_f8_weight_grid_of), so it has one C. Rows are added to f16x2 sums as in gemm_f8.cuh. What is
 // new:
 //
-// - wgmma takes operands of 8 bits K-major only, but K is the rows here, so both operands are transposed on
-//   their way. The loaders fill a ring of three slots, 64 rows each, as they are in memory. While the tensor
-//   cores multiply one step, the consumer warps transpose the next one into one of three buffers. There each
-//   column has the 64 bytes of its rows. A warp takes 16 of every 128 columns.
-// - ldmatrix.trans moves bytes in pairs, and prmt then separates the two columns of a pair. This leaves 16
-//   rows in the order 0 1 8 9, 2 3 10 11, and so on, the same for both operands.
-// - Before each step is a barrier of the consumers. A buffer is written again after two of them, so that the
-//   wgmma of all consumers have read it.
-// - If C is the exponent that was expected, all factors 2^(w - C) are 1. Else the consumer warps multiply X8
-//   or dO8 by them while they transpose.
+// - wgmma takes operands of 8 bits in shared memory K-major only, and K is the rows here. A'_w and dH_w are
+//   K-major in memory: 16 rows of a column after each other. Warp 11 brings them by bulk copies.
+// - Warps 8 and 9 gather 128 columns of dO8 or X8 as they are. A consumer warp reads its 16 columns with
+//   ldmatrix.trans, which moves bytes in pairs, and prmt separates the two columns of a pair. So wgmma gets
+//   them from registers, with the rows in the order that A'_w and dH_w have (moe_f8_dw_byte), and a lane has
+//   two neighbouring columns (rows_in_pairs).
+// - A slot of 64 rows has 24 KB, and there are six. The next step's registers are filled while the tensor
+//   cores work.
+// - One lane of warp 10 stores the tiles of both consumers.
+// - If C is the exponent that was expected, all factors 2^(w - C) are 1. Else the consumers multiply their
+//   registers by them.
 //
-// Shared memory moves 224 bytes for each clock that wgmma alone would take, and can move 128.
+// Shared memory moves 32 KB for 32 rows of a tile (12 written, 4 read by ldmatrix, 16 by wgmma), in the 256
+// clocks that wgmma takes for them.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "sm90/dw_tiles.cuh"
@@ -39,9 +41,11 @@ namespace
 
 using namespace dw_kernel;
 
-struct dw_f8_params : dw_params { // features: 3-D, pairs of columns, rows, halves
+struct dw_f8_params : dw_params {
+    const uint8_t *copies; // A'_w or dH_w
     const int32_t *exponent, *expected, *largest;
     int32_t groups;
+    using row_order = rows_in_pairs;
     MOE_DEVICE int stripes_of_half() const
     {
         return moe_f8_stripes_of_half(intermediate);
@@ -49,18 +53,133 @@ struct dw_f8_params : dw_params { // features: 3-D, pairs of columns, rows, halv
 };
 
 enum {
-    PANEL_BYTES = 128 * STEP, // 128 columns of a step: a panel
-    PANELS = 3,               // of the token operand, of two stripes
-    F8_SLOT_BYTES = PANELS * PANEL_BYTES,
-    TURNED = SLOTS * F8_SLOT_BYTES, // the transposed steps
-    COLUMN_BYTES = STEP,            // there
+    LEFT_BYTES = TILE_ROWS * STEP,     // of a slot: X8 or dO8
+    SIXTEEN_BYTES = TILE_COLUMNS * 16, // 16 rows of the features
+    F8_SLOT_BYTES = LEFT_BYTES + STEP / 16 * SIXTEEN_BYTES,
+    F8_SLOTS = 6,
+    F8_FEED = BARRIERS + 8 * (2 * F8_SLOTS + 2 * BUFFERS),
+    F8_SHARED_BYTES = F8_FEED + weight_feed::BYTES,
     PROMOTED_STEPS = F8_PROMOTED_STEPS * F8_STEP / STEP,
     LEAST_PROMOTED = (F8_LEAST_PROMOTED - 1) * F8_STEP / STEP + 1
 };
-static_assert((int)TURNED + SLOTS * F8_SLOT_BYTES <= (int)STAGING, "staging is behind both rings");
+static_assert((int)F8_SLOTS * (int)F8_SLOT_BYTES <= (int)STAGING && (int)F8_FEED % 16 == 0 &&
+                  (int)F8_SHARED_BYTES <= 232448,
+              "shared memory");
+static_assert((int)weight_feed::AHEAD + F8_SLOTS + 1 < (int)weight_feed::UNITS, "see weight_claims");
 static_assert((int)MOE_WEIGHT_LONG == (int)MOE_F8_DH_FEATURES, "a tile is in one group");
-static_assert((int)PANEL_BYTES == (int)MOE_SUBTILE_BYTES && (int)CONSUMER_WARPS * 16 == 128,
-              "a warp's share");
+static_assert((int)LEFT_BYTES == (int)MOE_SUBTILE_BYTES && (int)CONSUMER_WARPS * 16 == (int)TILE_ROWS,
+              "a warp has one vector of each row");
+static_assert((int)PROMOTED_STEPS % 2 == 0, "sum_rows takes steps in pairs");
+
+using f8_layout = ring_layout<F8_SLOTS>;
+
+// ---- Loads
+
+// Warps 8 and 9: the columns of X8 or dO8 of a slot's rows. Eight threads copy a row. A lane reads one row's
+// token, for two steps at a time and two steps ahead.
+struct token_rows {
+    const dw_f8_params &p;
+    const f8_layout &shared;
+    ring_position<F8_SLOTS> ring;
+    int thread, vector, row; // row: of a step, whose token the lane reads
+    uint32_t to;
+
+    MOE_DEVICE token_rows(const dw_f8_params &of, const f8_layout &memory)
+        : p(of), shared(memory), ring(1), thread(threadIdx.x - 256), vector(thread & 7),
+          row((thread >> 3) + 8 * vector), to(moe_subtile_offset(thread >> 3, vector))
+    {
+    }
+    // Of steps k and k + 1 of a piece; -1 past its end.
+    MOE_DEVICE void read_tokens(int (&tokens)[2], const moe_piece &piece, int k) const
+    {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            tokens[i] = k + i < piece.blocks ? __ldg(p.row_token + piece.row + (k + i) * STEP + row) : -1;
+    }
+    // from: row 0 of the tile's columns. inside: this thread's are inside d.
+    MOE_DEVICE void copy(int token, const char *from, bool inside)
+    {
+        // The lane that has a row's token computes its address for all lanes. All shuffles are before the
+        // wait, because after it the compiler does not know that the warp has converged.
+        const char *mine = from + (uint64_t)(uint32_t)max(token, 0) * (uint32_t)p.hidden,
+                   *rows[ROWS_A_LOADER];
+        const uint32_t tokens = __ballot_sync(~0u, token >= 0) >> (thread & 24), some = inside ? tokens : 0;
+#pragma unroll
+        for (int i = 0; i < ROWS_A_LOADER; i++)
+            rows[i] = advance_by_adds(lane_address(mine, (thread & 24) | i), vector * 16);
+        barrier_wait(shared.empty(ring.slot), ring.phase);
+        const uint32_t slot = shared.base + ring.slot * F8_SLOT_BYTES + to;
+#pragma unroll
+        for (int i = 0; i < ROWS_A_LOADER; i++)
+            copy16_async_if_unhinted(some & 1u << i, slot + i * 8 * MOE_SUBTILE_ROW_BYTES, rows[i]);
+        barrier_arrive_after_copies(shared.full(ring.slot));
+        ring.advance();
+    }
+};
+
+MOE_DEVICE void gather_tokens(const dw_f8_params &p, const f8_layout &shared, weight_feed units)
+{
+    token_rows rows(p, shared);
+    weight_unit unit = units.read(0);
+    int now[2], next[2];
+    rows.read_tokens(now, unit.piece, 0);
+    for (int t = 0; unit.exists(); t++) {
+        const bool inside = unit.at.row_tile * TILE_ROWS + rows.vector * 16 < p.hidden;
+        const char *from = (const char *)p.tokens + unit.at.row_tile * TILE_ROWS;
+        const int steps = unit.steps(), ask_at = weight_feed::asks_at(steps) & ~1;
+        for (int k = 0; k < steps; k += 2) {
+            if (rows.thread == 0 && k == ask_at) barrier_arrive(units.asked(t));
+            const bool ends = k + 2 >= steps;
+            if (ends) unit = units.read(t + 1);
+            rows.read_tokens(next, unit.piece, ends ? 0 : k + 2);
+            rows.copy(now[0], from, inside);
+            if (k + 1 < steps) rows.copy(now[1], from, inside);
+            now[0] = next[0], now[1] = next[1];
+        }
+    }
+    for (int i = 0; i < F8_SLOTS; i++) { // the last copies have arrived and have been read
+        barrier_wait(shared.empty(rows.ring.slot), rows.ring.phase);
+        rows.ring.advance();
+    }
+}
+
+// Warp 11: the features. Where the two stripes of a tile are neighbours, one copy brings 16 rows of both.
+MOE_DEVICE void load_features(const dw_f8_params &p, const weight_matrix<false> &matrix,
+                              const f8_layout &shared, weight_feed units)
+{
+    const uint32_t n = p.intermediate, apart = n * p.halves * 16; // from 16 rows to the next
+    ring_position<F8_SLOTS> ring(1);
+    for (int t = 0;; t++) {
+        const weight_unit unit = units.read(t);
+        __syncwarp();
+        if (elect_lane()) barrier_arrive(units.ring.free(t));
+        if (!unit.exists()) break;
+        const moe_stripe first = matrix.stripe(unit.at, 0), second = matrix.stripe(unit.at, 1);
+        const bool joined = second.half == first.half;
+        const uint32_t bytes =
+            min((int)n - first.feature, joined ? (int)TILE_COLUMNS : (int)MOE_WEIGHT_STRIPE) * 16;
+        const uint32_t others = joined || second.half >= p.halves ? 0 : bytes; // of the other half's stripe
+        const uint8_t *from =
+            p.copies + (int64_t)(unit.piece.row / 16) * apart + (first.half * n + first.feature) * 16;
+        for (int k = 0; k < unit.steps(); k++) {
+            const uint32_t to = shared.base + ring.slot * F8_SLOT_BYTES + LEFT_BYTES,
+                           full = shared.full(ring.slot);
+            barrier_wait(shared.empty(ring.slot), ring.phase);
+            if (elect_lane()) {
+                barrier_expect(full, STEP / 16 * (bytes + others));
+#pragma unroll
+                for (int i = 0; i < STEP / 16; i++) {
+                    load_bytes(to + i * SIXTEEN_BYTES, from + (uint64_t)i * apart, bytes, full);
+                    if (others)
+                        load_bytes(to + i * SIXTEEN_BYTES + SIXTEEN_BYTES / 2,
+                                   from + (uint64_t)i * apart + n * 16, others, full);
+                }
+            }
+            from += (uint64_t)(STEP / 16) * apart;
+            ring.advance();
+        }
+    }
+}
 
 // ---- Row factors
 
@@ -84,116 +203,99 @@ struct row_exponents {
     }
 };
 
-// ---- Transposing
+// ---- Consumers
 
-// What a lane of a consumer warp needs. The warp has 16 columns of each panel: the 16 bytes number `warp` of
-// the rows, read in matrices of eight rows. Matrices are stored with a row for each column: first those of
-// columns 0 2 4 6 9 11 13 15, then 1 3 5 7 8 10 12 14, so that the rows of each reach all banks.
-struct turner {
-    uint32_t from, to;      // offsets in a panel of the lane's row
-    uint32_t first, second; // which bytes of two words are the lane's column of the first and second matrix
+// A warp's 16 columns of a step as wgmma's operand A, for its two instructions.
+struct fragments {
+    uint32_t of[2][4];
 
-    MOE_DEVICE turner(int warp, int lane) : from(moe_subtile_offset(lane, warp))
-    {
-        const bool odd = lane >= 16;
-        first = odd ? 0x7531 : 0x6420, second = odd ? 0x6420 : 0x7531;
-        const uint32_t column = 2 * (lane & 7) + ((lane >> 2 ^ lane >> 3) & 1), vector = lane >> 4;
-        to = (warp * 16 + column) * COLUMN_BYTES + ((vector ^ (column >> 1 & 3)) << 4);
-    }
-
-    // pair: half of the first of a word's rows, which are two neighbours and the two that are eight further.
-    static MOE_DEVICE void scale_words(uint32_t (&words)[4], uint32_t factors, int pair)
-    {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int of = pair + i / 2 * 8;
-            words[i] = scale_e4m3(words[i], __shfl_sync(~0u, factors, of), __shfl_sync(~0u, factors, of + 4));
-        }
-    }
-
-    // One step from the slot at `slot` to the buffer at `turned`. differ: as in row_exponents.
-    MOE_DEVICE void turn(uint32_t slot, uint32_t turned, bool differ, uint32_t factors, int lane) const
+    // first: which bytes of two matrices of eight rows are the lane's first column. In a word are two
+    // neighbouring rows and the two that are eight further.
+    MOE_DEVICE void read(uint32_t left, uint32_t first)
     {
 #pragma unroll
         for (int half = 0; half < 2; half++) { // 32 rows
-            uint32_t m[PANELS][4];
+            uint32_t m[4];
+            load_matrices_transposed(m, left + half * 32 * MOE_SUBTILE_ROW_BYTES);
 #pragma unroll
-            for (int panel = 0; panel < PANELS; panel++)
-                load_matrices_transposed(m[panel],
-                                         slot + panel * PANEL_BYTES + half * PANEL_BYTES / 2 + from);
-#pragma unroll
-            for (int panel = 0; panel < PANELS; panel++) {
-                uint32_t words[4];
-#pragma unroll
-                for (int i = 0; i < 4; i += 2) { // 16 rows
-                    words[i] = __byte_perm(m[panel][i], m[panel][i + 1], first);
-                    words[i + 1] = __byte_perm(m[panel][i], m[panel][i + 1], second);
-                }
-                if (panel == 0 && differ) scale_words(words, factors, half * 16 + (lane & 3));
-                store_matrices(turned + panel * PANEL_BYTES + (to ^ half * 32), words[0], words[1], words[2],
-                               words[3]);
+            for (int i = 0; i < 4; i += 2) { // 16 rows
+                of[half][i] = __byte_perm(m[i], m[i + 1], first);
+                of[half][i + 1] = __byte_perm(m[i], m[i + 1], first ^ 0x1111);
             }
+        }
+    }
+    MOE_DEVICE void scale(uint32_t factors, int lane)
+    {
+#pragma unroll
+        for (int i = 0; i < 4; i++) { // 16 rows
+            const int pair = i * 8 + (lane & 3);
+            const uint32_t low = __shfl_sync(~0u, factors, pair), high = __shfl_sync(~0u, factors, pair + 4);
+            uint32_t *words = of[i / 2] + i % 2 * 2;
+            words[0] = scale_e4m3(words[0], low, high);
+            words[1] = scale_e4m3(words[1], low, high);
         }
     }
 };
 
-// ---- Consumers
-
 struct consumer_state {
-    const shared_layout &shared;
-    const turner &turns;
-    ring_position<SLOTS> ring; // of the next slot
-    uint32_t turned;           // number of the buffer that was filled last
-    int consumer, lane;
+    const f8_layout &shared;
+    ring_position<F8_SLOTS> ring; // of the step that `read` reads next
+    uint32_t multiplied;          // the slot of the step that is multiplied next
+    uint32_t own, first;          // see fragments; where in a slot the lane reads
+    int lane;
 
-    MOE_DEVICE uint32_t buffer() const
+    MOE_DEVICE consumer_state(const f8_layout &memory, int warp, int of_warp)
+        : shared(memory), ring(0), multiplied(0), own(moe_subtile_offset(of_warp, warp)),
+          first(of_warp < 16 ? 0x6420 : 0x7531), lane(of_warp)
     {
-        return shared.base + TURNED + turned * F8_SLOT_BYTES;
     }
-    MOE_DEVICE void turn_next(const row_exponents &rows, int step)
+    MOE_DEVICE void read(fragments &left, const row_exponents &rows, int step)
     {
         const uint32_t factors = rows.differ ? rows.factors(step, lane) : 0;
-        turned = turned == SLOTS - 1 ? 0 : turned + 1;
         barrier_wait(shared.full(ring.slot), ring.phase);
-        turns.turn(shared.base + ring.slot * F8_SLOT_BYTES, buffer(), rows.differ, factors, lane);
-        fence_async_proxy();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared.empty(ring.slot));
+        left.read(shared.base + ring.slot * F8_SLOT_BYTES + own, first);
+        if (rows.differ) left.scale(factors, lane);
         ring.advance();
     }
-};
-
-// acc (+)= the consumer's 64 of d times 256 features of the step that was transposed last.
-MOE_DEVICE void multiply_turned(float (&acc)[128], const consumer_state &at, bool keep)
-{
-    const uint32_t left = descriptor_address(at.buffer() + at.consumer * 64 * COLUMN_BYTES),
-                   right = descriptor_address(at.buffer() + PANEL_BYTES);
-    pin(acc);
-    wgmma_fence();
+    MOE_DEVICE void release(uint32_t slot) const
+    {
+        if (lane == 0) barrier_arrive(shared.empty(slot));
+    }
+    // acc (+)= the consumer's 64 of d times 256 features of a step, which stays in flight. The one before it
+    // in the piece has ended.
+    MOE_DEVICE void multiply(float (&acc)[128], const fragments &left, bool keep, bool begins)
+    {
+        const uint32_t right = descriptor_address(shared.base + multiplied * F8_SLOT_BYTES + LEFT_BYTES);
+        pin(acc);
+        wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < STEP / 32; j++)
-        tensor_core<e4m3>::multiply(acc, HALF_ROWS_DESCRIPTOR | (left + 2 * j),
-                                    HALF_ROWS_DESCRIPTOR | (right + 2 * j), keep || j != 0);
-    wgmma_commit();
-    pin(acc);
-}
+        for (int j = 0; j < STEP / 32; j++)
+            tensor_core<e4m3>::multiply(
+                acc, left.of[j], plain_descriptor(TILE_COLUMNS) | (right + j * (2 * SIXTEEN_BYTES >> 4)),
+                keep || j != 0);
+        wgmma_commit();
+        pin(acc);
+        wgmma_wait<1>();
+        if (!begins) release(multiplied == 0 ? F8_SLOTS - 1 : multiplied - 1);
+        multiplied = multiplied == F8_SLOTS - 1 ? 0 : multiplied + 1;
+    }
+};
 
 // acc = the sum over a piece of `steps` steps.
 MOE_DEVICE void sum_rows(float (&acc)[128], consumer_state &at, const row_exponents &rows, int steps)
 {
     promoted_sums<128> sums;
     const float scale = promotion_scale((steps + 1) / 2);
-    at.turn_next(rows, 0);
-    named_barrier_sync(1, CONSUMER_THREADS);
+    fragments even, odd;
+    at.read(even, rows, 0);
     for (int first = 0;;) {
         const int end = steps < LEAST_PROMOTED ? steps : min(first + PROMOTED_STEPS, steps);
-        for (int k = first; k < end; k++) {
-            multiply_turned(acc, at, k != first);
-            wgmma_wait<1>();
-            if (k + 1 < steps) {
-                at.turn_next(rows, k + 1);
-                named_barrier_sync(1, CONSUMER_THREADS);
-            }
+        for (int k = first; k < end; k += 2) {
+            at.multiply(acc, even, k != first, k == 0);
+            if (k + 1 == end) break; // of the piece
+            at.read(odd, rows, k + 1);
+            at.multiply(acc, odd, true, false);
+            if (k + 2 < steps) at.read(even, rows, k + 2);
         }
         wgmma_wait<0>();
         pin(acc);
@@ -201,15 +303,15 @@ MOE_DEVICE void sum_rows(float (&acc)[128], consumer_state &at, const row_expone
         sums.add(acc, {scale, scale});
         first = end;
     }
+    at.release(at.multiplied == 0 ? F8_SLOTS - 1 : at.multiplied - 1);
     sums.add_to(acc, {1.0f / scale, 1.0f / scale});
 }
 
 template <typename G, bool TRANSPOSED, bool MERGES>
 MOE_DEVICE void multiply_tiles(const dw_f8_params &p, const weight_matrix<false> &matrix,
-                               const shared_layout &shared, weight_feed units, int warp, int lane)
+                               const f8_layout &shared, weight_feed units, int warp, int lane)
 {
-    const turner turns(warp, lane);
-    consumer_state at = {shared, turns, ring_position<SLOTS>(0), 0, warp >> 2, lane};
+    consumer_state at(shared, warp, lane);
     uint32_t count = 0;
     float acc[128];
     for (int t = 0;; t++) {
@@ -228,7 +330,7 @@ MOE_DEVICE void multiply_tiles(const dw_f8_params &p, const weight_matrix<false>
             store_part_of(p, unit, matrix.tiles, acc);
             continue;
         }
-        write_tile<G, MERGES>(acc, shared, at.consumer, count, lane, TRANSPOSED);
+        write_tile<dw_f8_params::row_order, G, MERGES>(acc, shared, warp >> 2, count, lane, TRANSPOSED);
         count++;
     }
 }
@@ -238,8 +340,8 @@ __global__ void __launch_bounds__(THREADS, 1) dw_f8(const __grid_constant__ dw_f
 {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);
-    const shared_layout shared = {base, base + BARRIERS};
-    const weight_feed units = {{base + FEED}};
+    const f8_layout shared = {base, base + BARRIERS};
+    const weight_feed units = {{base + F8_FEED}};
     const int warp = warp_number(), lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
         units.init();
@@ -250,9 +352,11 @@ __global__ void __launch_bounds__(THREADS, 1) dw_f8(const __grid_constant__ dw_f
     if (warp >= 8) {
         give_registers<56>();
         if (warp < 10)
-            load_tiles<1>(p, matrix, shared, units);
+            gather_tokens(p, shared, units);
+        else if (warp == 11)
+            load_features(p, matrix, shared, units);
         else if (lane == 0)
-            store_tiles<G, TRANSPOSED, MERGES>(p, matrix, shared, units, warp - 10);
+            store_tiles<G, TRANSPOSED, MERGES, 2>(p, matrix, shared, units, 0);
     } else {
         take_registers<224>();
         multiply_tiles<G, TRANSPOSED, MERGES>(p, matrix, shared, units, warp, lane);
@@ -265,16 +369,10 @@ __global__ void __launch_bounds__(THREADS, 1) dw_f8(const __grid_constant__ dw_f
 dw_f8_params prepare_f8(moe_launch *on, const moe_f8_dw &f)
 {
     const moe_dw &d = f.dw;
-    const cuuint64_t n = (cuuint64_t)d.intermediate, halves = (cuuint64_t)d.halves;
-    const moe_boxes features = {d.features,
-                                3,
-                                {n / 2, (cuuint64_t)d.rows, halves},
-                                {n * halves, n},
-                                {MOE_SUBTILE_ROW_BYTES / 2, STEP, 1}};
     dw_f8_params p = {};
     (dw_params &)p = prepare(on, d, false);
-    moe_map_boxes(on, &p.features, SMOE_TYPE_BF16, &features);
     p.grid = moe_f8_weight_grid_of((int32_t)d.hidden, (int32_t)d.intermediate, d.halves);
+    p.copies = (const uint8_t *)d.features;
     p.exponent = f.exponent;
     p.expected = f.expected;
     p.largest = f.largest;
@@ -292,7 +390,7 @@ template <typename G, bool TRANSPOSED>
 cudaError_t launch(const dw_f8_params &p, int ctas, cudaStream_t stream)
 {
     const cudaError_t status =
-        enqueue(kernel_of<G, TRANSPOSED>(p.accumulate), ctas, THREADS, SHARED_BYTES, stream, p);
+        enqueue(kernel_of<G, TRANSPOSED>(p.accumulate), ctas, THREADS, F8_SHARED_BYTES, stream, p);
     if (status != cudaSuccess || !p.parts) return status;
     return enqueue(add_parts<dw_f8_params, G, TRANSPOSED, false>, ctas, CONSUMER_THREADS, 0, stream, p);
 }
@@ -308,7 +406,7 @@ extern "C" cudaError_t moe_sm90_f8_dw_init(const moe_device *device)
             using G = typename decltype(g)::type;
             for (const auto kernel : {kernel_of<G, false>(false), kernel_of<G, false>(true),
                                       kernel_of<G, true>(false), kernel_of<G, true>(true)}) {
-                const cudaError_t status = allow_shared(device, kernel, SHARED_BYTES);
+                const cudaError_t status = allow_shared(device, kernel, F8_SHARED_BYTES);
                 if (status != cudaSuccess) return status;
             }
             return cudaSuccess;

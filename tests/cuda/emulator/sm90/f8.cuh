@@ -119,6 +119,32 @@ template <> struct tensor_core<e4m3> {
         emulator::current->multiplies.add([=, &c] { multiply_now(c, a, b, keep); });
     }
 
+    // A from registers, which must not change until they have been read.
+    template <int COUNT> static void multiply(float (&c)[COUNT], const uint32_t (&a)[4], uint64_t b, int keep)
+    {
+        check(b, COUNT * 2);
+        fragment own, quad[4];
+        memcpy(own.words, a, sizeof a);
+        memcpy(quad, emulator::gather(own) + (emulator::current->lane & ~3), sizeof quad);
+        emulator::current->multiplies.add([=, &c, &a] {
+            if (memcmp(own.words, a, sizeof a)) {
+                fprintf(stderr, "a wgmma's registers changed while it was under way\n");
+                abort();
+            }
+            multiply_rows(
+                c,
+                [&](e4m3_parts(&to)[STEP], int half) {
+                    for (int k = 0; k < STEP; k++)
+                        to[k] =
+                            parts_of_e4m3((uint8_t)(quad[k / 4 % 4].words[k / 16 * 2 + half] >> k % 4 * 8));
+                },
+                b, keep);
+        });
+    }
+    struct fragment {
+        uint32_t words[4];
+    };
+
     // Checks the fences of an operand's `count` rows, two vectors each.
     static void check(uint64_t descriptor, int count)
     {
@@ -156,9 +182,18 @@ template <> struct tensor_core<e4m3> {
 
     template <int COUNT> static void multiply_now(float (&c)[COUNT], uint64_t a, uint64_t b, int keep)
     {
-        const int lane = emulator::current->lane, first = emulator::current->warp % 4 * 16 + lane / 4;
+        const int first = emulator::current->warp % 4 * 16 + emulator::current->lane / 4;
+        multiply_rows(
+            c, [&](e4m3_parts(&to)[STEP], int half) { read(to, a, first + half * 8); }, b, keep);
+    }
+
+    // read_row: the lane's first or second row of A.
+    template <int COUNT, class Read>
+    static void multiply_rows(float (&c)[COUNT], const Read &read_row, uint64_t b, int keep)
+    {
+        const int lane = emulator::current->lane;
         e4m3_parts rows[2][STEP], column[STEP];
-        for (int half = 0; half < 2; half++) read(rows[half], a, first + half * 8);
+        for (int half = 0; half < 2; half++) read_row(rows[half], half);
         for (int quad = 0; quad < COUNT; quad += 4)
             for (int z = 0; z < 2; z++) {
                 read(column, b, quad * 2 + lane % 4 * 2 + z);

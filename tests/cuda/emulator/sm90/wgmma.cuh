@@ -32,10 +32,8 @@ MOE_DEVICE uint32_t element_address(uint64_t descriptor, operand_order order, in
     const uint32_t base = (uint32_t)(descriptor & 0x3FFF) << 4,
                    leading = (uint32_t)(descriptor >> 16 & 0x3FFF) << 4;
     const uint32_t stride = (uint32_t)(descriptor >> 32 & 0x3FFF) << 4;
-    if (descriptor >> 62 == 2) { // 64-byte swizzle
-        const uint32_t at = base + (mn >> 3) * stride + (mn & 7) * 64 + k * 2;
-        return at ^ (at >> 7 & 3) << 4;
-    }
+    if (descriptor >> 62 == 0) // K-major without swizzle
+        return base + (k >> 3) * leading + (mn >> 3) * stride + (mn & 7) * 16 + (k & 7) * 2;
     return emulator::swizzled(order == MN_MAJOR ? base + (mn >> 6) * leading + (k >> 3) * stride +
                                                       (k & 7) * 128 + (mn & 63) * 2
                                                 : base + (mn >> 3) * stride + (mn & 7) * 128 + k * 2);
