@@ -111,24 +111,158 @@ static int same_ds(const results *want, const float *got, int64_t count)
     return 1;
 }
 
-static void compare(const char *name, const dh_case *test, const results *want, int64_t rows,
-                    const moe_f8_dh *call)
+/* dH8 with its scales, and dS. */
+static void compare_fp8(const char *name, const dh_case *test, const results *want, int64_t rows,
+                        const moe_f8_dh *call)
 {
     const experts_case *c = &test->of;
     const int64_t n = c->intermediate, width = width_of(c), groups = moe_f8_groups(n, MOE_F8_DH_FEATURES);
-    uint16_t *dh = gpu_read(call->dh.dh, (size_t)(rows * width) * 2),
-             *a = gpu_read(call->dh.a, (size_t)(rows * n) * 2);
     uint8_t *dh8 = gpu_read(call->dh8, (size_t)(rows * width));
     float *scales = gpu_read(call->dh_scale, (size_t)(rows * groups) * 4),
           *ds = gpu_read(call->dh.ds, (size_t)(rows * groups) * 4);
     quantized q = quantize(want->dh, rows, c->gated ? 2 : 1, n, MOE_F8_DH_FEATURES, 1);
-    check(same_bf16(want->dh, dh, rows * width), name, "dH differs");
-    check(same_bf16(want->a, a, rows * n), name, "A' differs");
     check(!memcmp(q.bytes, dh8, (size_t)(rows * width)), name, "bytes of dH differ");
     check(!memcmp(q.scales, scales, (size_t)(rows * groups) * 4), name, "scales of dH differ");
     check(same_ds(want, ds, rows * groups), name, "dS differs");
     free_quantized(&q);
-    free(dh), free(a), free(dh8), free(scales), free(ds);
+    free(dh8), free(scales), free(ds);
+}
+
+static void compare(const char *name, const dh_case *test, const results *want, int64_t rows,
+                    const moe_f8_dh *call)
+{
+    const experts_case *c = &test->of;
+    const int64_t n = c->intermediate, width = width_of(c);
+    uint16_t *dh = gpu_read(call->dh.dh, (size_t)(rows * width) * 2),
+             *a = gpu_read(call->dh.a, (size_t)(rows * n) * 2);
+    check(same_bf16(want->dh, dh, rows * width), name, "dH differs");
+    check(same_bf16(want->a, a, rows * n), name, "A' differs");
+    compare_fp8(name, test, want, rows, call);
+    free(dh), free(a);
+}
+
+/* ---- What dw reads ---- */
+
+/* Of dH_w (which 0) or A'_w (1): scales of the tokens, and the expected exponents, which some rows exceed. */
+typedef struct dw_rows {
+    float *scales;                /* (T) */
+    int32_t *expected, *exponent; /* (experts, groups), (rows, groups) */
+    uint8_t *bytes;               /* as moe_f8_dw_byte has them */
+    int64_t columns, count;       /* of a row, bytes */
+    gpu_buffer device, device_exponent, device_expected, device_largest, device_scales;
+} dw_rows;
+
+static uint32_t group_amax(const float *row, int64_t halves, int64_t n, int64_t group)
+{
+    const int64_t first = group * MOE_F8_DH_FEATURES, left = n - first;
+    uint32_t amax = 0;
+    for (int64_t half = 0; half < halves; half++)
+        for (int64_t i = 0; i < left && i < MOE_F8_DH_FEATURES; i++)
+            amax = moe_f8_amax(amax, row[half * n + first + i]);
+    return amax;
+}
+
+static void want_row(dw_rows *w, const float *row, int64_t r, int64_t halves, int64_t n, int64_t group,
+                     int32_t expected, float token_scale)
+{
+    const uint32_t amax = group_amax(row, halves, n, group);
+    const int64_t groups = moe_f8_groups(n, MOE_F8_DH_FEATURES), first = group * MOE_F8_DH_FEATURES;
+    const int32_t exponent = moe_f8_row_exponent(expected, amax, token_scale);
+    w->exponent[r * groups + group] = exponent;
+    for (int64_t half = 0; half < halves; half++)
+        for (int64_t j = first; j < n && j < first + MOE_F8_DH_FEATURES; j++)
+            w->bytes[moe_f8_dw_byte(r, half * n + j, halves * n)] =
+                moe_f8_quantize(row[half * n + j], moe_f8_row_factor(exponent, amax, token_scale));
+}
+
+/* values: (rows, columns) */
+static dw_rows make_dw_rows(const experts_case *c, const plan *p, const float *values, int64_t halves,
+                            const float *scales)
+{
+    const int64_t n = c->intermediate, groups = moe_f8_groups(n, MOE_F8_DH_FEATURES);
+    const int64_t of_experts = c->experts * groups;
+    dw_rows w = {.columns = halves * n, .count = p->rows * halves * n};
+    w.scales = malloc((size_t)c->tokens * 4), w.expected = malloc((size_t)of_experts * 4);
+    w.exponent = malloc((size_t)(p->rows * groups) * 4), w.bytes = malloc((size_t)w.count);
+    for (int64_t t = 0; t < c->tokens; t++)
+        w.scales[t] = scales ? scales[t] : moe_float_of((uint32_t)(127 - t * 3 % 9) << 23);
+    for (int64_t i = p->rows * groups - 1; i >= 0; i--) { /* an expert's first row has the expected one */
+        const int64_t r = i / groups, token = p->row_token[r] < 0 ? 0 : p->row_token[r];
+        const uint32_t amax = group_amax(values + r * w.columns, halves, n, i % groups);
+        w.expected[p->expert_of_row[r] * groups + i % groups] =
+            moe_f8_exponent(moe_f8_scale(amax)) + moe_f8_exponent(w.scales[token]) + 1;
+    }
+    for (int64_t i = 0; i < p->rows * groups; i++) {
+        const int64_t r = i / groups, token = p->row_token[r] < 0 ? 0 : p->row_token[r];
+        want_row(&w, values + r * w.columns, r, halves, n, i % groups,
+                 w.expected[p->expert_of_row[r] * groups + i % groups], w.scales[token]);
+    }
+    w.device = gpu_alloc((size_t)w.count);
+    w.device_exponent = gpu_alloc((size_t)(p->rows * groups) * 4);
+    w.device_expected = gpu_copy(w.expected, (size_t)of_experts * 4);
+    w.device_largest = gpu_copy(w.expected, (size_t)of_experts * 4);
+    w.device_scales = gpu_copy(w.scales, (size_t)c->tokens * 4);
+    return w;
+}
+
+static moe_f8_dw_rows call_of(const dw_rows *w)
+{
+    return (moe_f8_dw_rows){(uint8_t *)w->device.memory, (int32_t *)w->device_exponent.memory,
+                            (int32_t *)w->device_largest.memory, (int32_t *)w->device_expected.memory,
+                            (float *)w->device_scales.memory};
+}
+
+/* C of each group of features. */
+static int right_largest(const dw_rows *w, const plan *p, int64_t groups, int64_t count)
+{
+    int32_t *got = gpu_read(w->device_largest.memory, (size_t)count * 4), *want = malloc((size_t)count * 4);
+    memcpy(want, w->expected, (size_t)count * 4);
+    for (int64_t i = 0; i < p->rows * groups; i++) {
+        int32_t *at = &want[p->expert_of_row[i / groups] * groups + i % groups];
+        if (w->exponent[i] > *at) *at = w->exponent[i];
+    }
+    const int same = !memcmp(got, want, (size_t)count * 4);
+    free(got), free(want);
+    return same;
+}
+
+static void compare_dw_rows(const char *name, dw_rows *w, const plan *p, const experts_case *c)
+{
+    const int64_t groups = moe_f8_groups(c->intermediate, MOE_F8_DH_FEATURES);
+    uint8_t *bytes = gpu_read(w->device.memory, (size_t)w->count);
+    int32_t *exponent = gpu_read(w->device_exponent.memory, (size_t)(p->rows * groups) * 4);
+    check(!memcmp(bytes, w->bytes, (size_t)w->count), name, "dw's bytes differ");
+    check(!memcmp(exponent, w->exponent, (size_t)(p->rows * groups) * 4), name, "w differs");
+    check(right_largest(w, p, groups, c->experts * groups), name, "the largest w differs");
+    check(!gpu_free(w->device) && !gpu_free(w->device_exponent) && !gpu_free(w->device_largest) &&
+              !gpu_free(w->device_expected) && !gpu_free(w->device_scales),
+          name, "written outside");
+    free(bytes), free(exponent);
+    free(w->scales), free(w->expected), free(w->exponent), free(w->bytes);
+}
+
+/* The same with the copies for dw instead of dH and A' in dtype. */
+static void check_copies(moe_launch *on, const char *name, const dh_case *test, const plan *p,
+                         const inputs *in, const results *want, moe_f8_dh call)
+{
+    const experts_case *c = &test->of;
+    const int64_t groups = moe_f8_groups(c->intermediate, MOE_F8_DH_FEATURES), halves = c->gated ? 2 : 1;
+    dw_rows of_dh = make_dw_rows(c, p, want->dh, halves, NULL),
+            of_a = make_dw_rows(c, p, want->a, 1, in->dout.scales);
+    const gpu_buffer h = upload(in->h, p->rows * width_of(c), SMOE_TYPE_BF16);
+    call.dh.h = h.memory, call.dh.dh = call.dh.a = NULL;
+    call.for_dw[0] = call_of(&of_dh), call.for_dw[1] = call_of(&of_a);
+    const size_t bytes = (size_t)(p->rows * width_of(c)), rows = (size_t)(p->rows * groups) * 4;
+    CHECK_CUDA(cudaMemset(call.dh8, 0xff, bytes));
+    CHECK_CUDA(cudaMemset(call.dh_scale, 0xff, rows));
+    CHECK_CUDA(cudaMemset(call.dh.ds, 0xff, rows));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    CHECK_CUDA(moe_sm90_f8_dh(on, &call));
+    CHECK_CUDA(cudaStreamSynchronize(on->stream));
+    compare_fp8(name, test, want, p->rows, &call);
+    compare_dw_rows(name, &of_dh, p, c);
+    compare_dw_rows(name, &of_a, p, c);
+    check(!gpu_free(h), name, "written outside H");
 }
 
 static void check_dh(moe_launch *on, const dh_case *test)
@@ -173,6 +307,7 @@ static void check_dh(moe_launch *on, const dh_case *test)
     CHECK_CUDA(moe_sm90_f8_dh(on, &call));
     CHECK_CUDA(cudaStreamSynchronize(on->stream));
     compare(name, test, &want, p.rows, &call);
+    check_copies(on, name, test, &p, &in, &want, call);
     check(!gpu_free(h) && !gpu_free(weights) && !gpu_free(dh) && !gpu_free(a) && !gpu_free(ds) &&
               !gpu_free(dh8) && !gpu_free(dh_scale),
           name, "written outside");

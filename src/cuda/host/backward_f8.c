@@ -25,8 +25,11 @@ cudaError_t moe_cuda_dh_f8(backward_call *c, const moe_dh *dh)
     const moe_f8_weights weights = moe_f8_weights_at(c->problem, c->weights_f8);
     const moe_f8_rows rows = {dh->dout, (uint8_t *)c->scratch + c->at.parts2,
                               (float *)(void *)(c->scratch + c->at.do_scale), layer->tokens, layer->hidden};
-    moe_f8_dh call = {*dh, rows.scale, weights.scale2, (uint8_t *)c->scratch + c->at.dh8,
-                      (float *)(void *)(c->scratch + c->at.dh_scale)};
+    moe_f8_dh call = {.dh = *dh,
+                      .do_scale = rows.scale,
+                      .w_scale = weights.scale2,
+                      .dh8 = (uint8_t *)c->scratch + c->at.dh8,
+                      .dh_scale = (float *)(void *)(c->scratch + c->at.dh_scale)};
     call.dh.dout = rows.bytes;
     call.dh.w2 = weights.w2_t;
     const cudaError_t status = f8->rows(&c->on, &rows);

@@ -51,15 +51,25 @@ typedef struct moe_f8_down {
     const float *w_scale; /* (experts) */
 } moe_f8_down;
 
+/* What dh writes for one of dw1 and dw2 in e4m3. */
+typedef struct moe_f8_dw_rows {
+    uint8_t *rows;            /* out: dH_w or A'_w, in groups of 16 rows (moe_f8_dw_byte) */
+    int32_t *exponent;        /* out: w (padded_rows, ceil(n / 256)) */
+    int32_t *largest;         /* in: as expected; out: C */
+    const int32_t *expected;  /* (experts, ceil(n / 256)) */
+    const float *token_scale; /* (T) of X or dO */
+} moe_f8_dw_rows;
+
 /* dh: dout is dO8, w2 is W2_8 transposed (experts, intermediate, hidden), dh and a are in dtype. Without
  * LoRA.
  */
 typedef struct moe_f8_dh {
     moe_dh dh;
-    const float *do_scale; /* (T) */
-    const float *w_scale;  /* (experts) */
-    uint8_t *dh8;          /* out: (padded_rows, halves, intermediate), for dx_rows */
-    float *dh_scale;       /* out: (padded_rows, ceil(n / 256)) */
+    const float *do_scale;    /* (T) */
+    const float *w_scale;     /* (experts) */
+    uint8_t *dh8;             /* out: (padded_rows, halves, intermediate), for dx_rows */
+    float *dh_scale;          /* out: (padded_rows, ceil(n / 256)) */
+    moe_f8_dw_rows for_dw[2]; /* dH_w, A'_w; rows NULL: dh.dh and dh.a are written instead */
 } moe_f8_dh;
 
 /* dx_rows: dh is dH8 with gate columns before up columns, w1 is W1_8 transposed (experts, hidden, halves x

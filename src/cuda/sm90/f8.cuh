@@ -82,6 +82,12 @@ MOE_DEVICE void store_streaming8_if(bool wanted, void *to, uint32_t low, uint32_
         : "memory");
 }
 
+// A multiple of 16 bytes goes to L2. One prefetch.global.L2 for each 128 bytes takes the SM 10 clocks.
+MOE_DEVICE void prefetch_bytes(const void *from, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // Adds 1, and returns what was there. nvcc would wait for the result of atomicAdd at once.
 MOE_DEVICE uint32_t add_one(uint32_t *to)
 {

@@ -292,6 +292,13 @@ inline int atomicMin(int *to, int value)
     return before;
 }
 
+inline int32_t atomicMax(int32_t *to, int32_t value)
+{
+    const int32_t before = *to;
+    if (value > before) *to = value;
+    return before;
+}
+
 inline uint32_t atomicMax(uint32_t *to, uint32_t value)
 {
     const uint32_t before = *to;

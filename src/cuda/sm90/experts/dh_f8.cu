@@ -1,16 +1,17 @@
-// The gradient through the activation in e4m3, for SMOE_COMPUTE_F8_DGRAD. For row r of expert e (f8.h):
+// The gradient through the activation in e4m3. For row r of expert e (f8.h):
 //
 //   dA'[r] = (dO8[t(r)] W2_8[e]) scale_do[t(r)] scale2[e]
 //
-// dS, dH and A' follow as in dh.cu. dH and A' are stored in dtype, which dw reads, and dH8 with its scales is
-// quantised from dH in f32, for dx_rows.
+// dS, dH and A' follow as in dh.cu. dH8 with its scales is quantised from dH in f32, for dx_rows. dw reads dH
+// and A' in dtype (SMOE_COMPUTE_F8_DGRAD, the kernel dh_f8) or their copies dH_w and A'_w in e4m3, of which
+// each w is stored too (SMOE_COMPUTE_F8, the kernel dh_f8_for_dw).
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Shapes: dO8 (T, d), W2_8 transposed (E, n, d), H and dH (padded rows, h), A' (padded rows, n), dH8 (padded
-// rows, h) with scales (padded rows, ceil(n / 256)). FLOPs 2 R d n.
+// rows, h) with scales (padded rows, ceil(n / 256)), dH_w and A'_w in groups of 16 rows (f8.h). FLOPs 2 R d n.
 //
-// Bytes: dO8 R d, gathered once for each column tile; W2_8 E d n; H 2 R h read; dH 2 R h, A' 2 R n, dH8 R h
-// and 4 R for each column tile written, and as much for dS.
+// Bytes: dO8 R d, gathered once for each column tile; W2_8 E d n; H 2 R h read; written dH8 R h, and dH 2 R h
+// with A' 2 R n, or dH_w R h with A'_w R n. 4 R for each column tile for the scales, for dS, and for each w.
 //
 // Schedule, tiles, ring and warp tiles are those of dh.cu; a slot has 128 columns of K instead of 64, and
 // W2's part is K-major. K above 1536 is promoted (gemm_f8.cuh). What is new:
@@ -21,31 +22,43 @@
 // - A column tile has one group of 256 features of dH, gate and up. A worker warp finds the largest magnitude
 //   of a row's two halves while they are in registers. These need so many registers that the compiler must
 //   not order the instructions of several rows together, as it does in dh.cu.
+// - dh_f8_for_dw has eight worker warps, if sums are not promoted, and another loop (sm90/dh_f8_rows.cuh).
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "f8.h"
-#include "sm90/dh_rows.cuh"
+#include "sm90/dh_f8_rows.cuh"
 #include "sm90/dh_tiles.cuh"
 #include "sm90/f8_kernels.h"
 #include "sm90/gemm_f8.cuh"
 #include "tma/tensor_map.h"
+#include <type_traits>
 
 namespace moe
 {
+
+// 64 rows times 256 columns by two instructions of 128 columns. One of 256 needs more registers than a
+// thread of 512 begins with.
+struct e4m3_in_halves {
+};
+template <> struct tensor_core<e4m3_in_halves> {
+    template <operand_order, operand_order>
+    static MOE_DEVICE void multiply(float (&c)[128], uint64_t a, uint64_t b, int keep)
+    {
+        const uint64_t half = descriptor_address(128 * MOE_SUBTILE_ROW_BYTES);
+        tensor_core<e4m3>::multiply(*(float(*)[64])c, a, b, keep);
+        tensor_core<e4m3>::multiply(*(float(*)[64])(c + 64), a, b + half, keep);
+    }
+    template <operand_order, operand_order>
+    static MOE_DEVICE void multiply(float (&c)[64], uint64_t a, uint64_t b, int keep)
+    {
+        tensor_core<e4m3>::multiply(c, a, b, keep);
+    }
+};
+
 namespace
 {
 
-using namespace dh_kernel;
-
-struct dh_f8_params : dh_params { // dout: (T, d) bytes; hidden: d / 2; w2: moe_map_w1 of pairs
-    const float *do_scale;        // (T)
-    const float *w_scale;         // (experts)
-    uint8_t *dh8;                 // (padded_rows, h_width)
-    float *dh_scale;              // (padded_rows, groups)
-    int32_t groups;
-};
-
-static_assert((int)MOE_F8_DH_FEATURES == (int)TILE_COLUMNS, "a column tile is a group");
+using namespace dh_f8_kernel;
 
 enum { SET_BYTES = TILE_ROWS * 4, F8_SHARED_BYTES = SHARED_BYTES + (SLOTS + 1) * SET_BYTES };
 static_assert(F8_SHARED_BYTES <= 232448, "shared memory of an SM");
@@ -60,7 +73,7 @@ template <width W> MOE_DEVICE uint32_t scale_at(const dh_layout<W> &shared, int 
 }
 
 // The largest of the lanes that have the same row.
-template <width W> MOE_DEVICE uint32_t largest_of_row(uint32_t amax)
+template <width W> MOE_DEVICE uint32_t largest_by_shuffles(uint32_t amax)
 {
 #pragma unroll
     for (int i = 1; i < tile_width<W>::LANES; i *= 2) amax = max(amax, __shfl_xor_sync(~0u, amax, i));
@@ -134,7 +147,7 @@ template <typename T, int KIND, width W> struct f8_rows {
             most = larger_or_nan(most, fabsf(dh[0][i]));
             if (GATED) most = larger_or_nan(most, fabsf(dh[1][i]));
         }
-        const uint32_t amax = largest_of_row<W>(__float_as_uint(most));
+        const uint32_t amax = largest_by_shuffles<W>(__float_as_uint(most));
         const float factor = moe_f8_factor(amax);
         const char *to = (const char *)p.dh8 + first;
         store(exists, to, dh[0], factor);
@@ -224,10 +237,12 @@ MOE_DEVICE void work_f8_tile(const dh_f8_params &p, const h_ring<activation<T, K
     write_sums<W>(ds_out, WARP_TILE_ROWS - GROUP_ROWS, ds, scales, lane);
 }
 
-template <typename T, bool PROMOTED> struct f8_dh {
+// WORKERS: worker warps. With eight a thread has fewer registers.
+template <typename T, bool PROMOTED, int WORKERS> struct f8_dh {
     using params = dh_f8_params;
     using storage = T;
-    enum { TOKENS_KEPT = PROMOTED };
+    enum { TOKENS_KEPT = PROMOTED || WORKERS == 8 };
+    using elements = std::conditional_t<WORKERS == 8, e4m3_in_halves, e4m3>;
 
     static MOE_DEVICE int lane(int lane)
     {
@@ -271,7 +286,7 @@ template <typename T, bool PROMOTED> struct f8_dh {
             barrier_wait(shared.full(ring.slot), ring.phase);
             const row_factors by = factors(1.0f);
             const float w_scale = __ldg(p.w_scale + expert);
-            gemm_cooperative::multiply<e4m3, true>(acc, ring, shared, steps, warp >> 2, done);
+            gemm_cooperative::multiply<elements, true>(acc, ring, shared, steps, warp >> 2, done);
             return {by.upper * w_scale, by.lower * w_scale};
         }
     }
@@ -302,10 +317,42 @@ __global__ void __launch_bounds__(THREADS, 1) dh_f8(const __grid_constant__ dh_f
     const tile_walk walk(p.lists.tiles, p.lists.counts, p.groups);
     if (warp >= 8) {
         give_registers<504 - 2 * consumer_registers<W, PROMOTED>()>();
-        work_tiles<f8_dh<T, PROMOTED>, W>(p, walk, shared, warp - 8, lane);
+        work_tiles<f8_dh<T, PROMOTED, 4>, W>(p, walk, shared, warp - 8, lane);
     } else {
         take_registers<consumer_registers<W, PROMOTED>()>();
-        multiply_tiles<f8_dh<T, PROMOTED>, W, false>(p, walk, shared, warp, lane);
+        multiply_tiles<f8_dh<T, PROMOTED, 4>, W, false>(p, walk, shared, warp, lane);
+    }
+}
+
+// dH_w and A'_w. Promoted sums leave no registers for more than four worker warps.
+template <width W, bool PROMOTED> struct division {
+    enum {
+        WORKERS = PROMOTED ? 4 : 8,
+        THREADS = 32 * (8 + WORKERS),
+        CONSUMER = PROMOTED      ? consumer_registers<W, true>()
+                   : W == NARROW ? 136
+                                 : 160, // registers of a thread
+        WORKER = PROMOTED ? 504 - 2 * CONSUMER : 256 - CONSUMER
+    };
+};
+
+template <typename T, width W, bool PROMOTED>
+__global__ void __launch_bounds__(division<W, PROMOTED>::THREADS, 1)
+    dh_f8_for_dw(const __grid_constant__ dh_f8_params p)
+{
+    using divided = division<W, PROMOTED>;
+    extern __shared__ __align__(1024) char memory[];
+    const dh_layout<W> shared(shared_address(memory));
+    const int warp = warp_number(), lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) init_barriers(shared);
+    __syncthreads();
+    const tile_walk walk(p.lists.tiles, p.lists.counts, p.groups);
+    if (warp >= 8) {
+        give_registers<divided::WORKER>();
+        work_f8_tiles<T, W, divided::WORKERS>(p, walk, shared, warp - 8, lane);
+    } else {
+        take_registers<divided::CONSUMER>();
+        multiply_tiles<f8_dh<T, PROMOTED, divided::WORKERS>, W, false>(p, walk, shared, warp, lane);
     }
 }
 
@@ -321,15 +368,29 @@ dh_f8_params prepare(moe_launch *on, const moe_f8_dh &f)
     p.w_scale = f.w_scale;
     p.dh8 = f.dh8;
     p.dh_scale = f.dh_scale;
+    p.for_dw[0] = f.for_dw[0], p.for_dw[1] = f.for_dw[1];
     p.groups = (int32_t)moe_f8_groups(d.intermediate, MOE_F8_DH_FEATURES);
     return p;
 }
 
-template <typename T, bool PROMOTED> auto kernel_of(width w)
+struct launched {
+    void (*kernel)(dh_f8_params);
+    int threads;
+};
+
+template <typename T, width W, bool PROMOTED> launched kernel_of(bool for_dw)
 {
-    return w == NARROW   ? dh_f8<T, NARROW, PROMOTED>
-           : w == MIDDLE ? dh_f8<T, MIDDLE, PROMOTED>
-                         : dh_f8<T, WIDE, PROMOTED>;
+    if (for_dw) return {dh_f8_for_dw<T, W, PROMOTED>, division<W, PROMOTED>::THREADS};
+    return {dh_f8<T, W, PROMOTED>, THREADS};
+}
+
+template <typename T> launched kernel_of(width w, bool promoted, bool for_dw)
+{
+    switch (w) {
+    case NARROW: return promoted ? kernel_of<T, NARROW, true>(for_dw) : kernel_of<T, NARROW, false>(for_dw);
+    case MIDDLE: return promoted ? kernel_of<T, MIDDLE, true>(for_dw) : kernel_of<T, MIDDLE, false>(for_dw);
+    default: return promoted ? kernel_of<T, WIDE, true>(for_dw) : kernel_of<T, WIDE, false>(for_dw);
+    }
 }
 
 } // namespace
@@ -341,10 +402,12 @@ extern "C" cudaError_t moe_sm90_f8_dh_init(const moe_device *device)
     return for_every_type(f8_storage_types(), [&](auto t) {
         using T = typename decltype(t)::type;
         for (const width w : {NARROW, MIDDLE, WIDE})
-            for (const auto kernel : {kernel_of<T, false>(w), kernel_of<T, true>(w)}) {
-                const cudaError_t status = allow_shared(device, kernel, F8_SHARED_BYTES);
-                if (status != cudaSuccess) return status;
-            }
+            for (const bool promoted : {false, true})
+                for (const bool for_dw : {false, true}) {
+                    const cudaError_t status =
+                        allow_shared(device, kernel_of<T>(w, promoted, for_dw).kernel, F8_SHARED_BYTES);
+                    if (status != cudaSuccess) return status;
+                }
         return cudaSuccess;
     });
 }
@@ -357,8 +420,7 @@ extern "C" cudaError_t moe_sm90_f8_dh(moe_launch *on, const moe_f8_dh *d)
     const bool promoted = moe_divide_up(d->dh.hidden, F8_STEP) >= F8_LEAST_PROMOTED;
     return for_type(f8_storage_types(), on->dtype, [&](auto t) {
         using T = typename decltype(t)::type;
-        const width w = width_of(d->dh);
-        const auto kernel = promoted ? kernel_of<T, true>(w) : kernel_of<T, false>(w);
-        return enqueue(kernel, on->sms, THREADS, F8_SHARED_BYTES, on->stream, p);
+        const launched of = kernel_of<T>(width_of(d->dh), promoted, d->for_dw[0].rows != nullptr);
+        return enqueue(of.kernel, on->sms, of.threads, F8_SHARED_BYTES, on->stream, p);
     });
 }

@@ -46,6 +46,13 @@ MOE_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d)
     return to_e4m3(a) | to_e4m3(b) << 8 | to_e4m3(c) << 16 | (uint32_t)to_e4m3(d) << 24;
 }
 
+MOE_DEVICE void prefetch_bytes(const void *from, uint32_t bytes)
+{
+    if ((uintptr_t)from % 16 || bytes % 16 || !bytes) abort();
+    volatile char last = ((const char *)from)[bytes - 1]; // may be read
+    (void)last;
+}
+
 MOE_DEVICE uint32_t add_one(uint32_t *to)
 {
     return (*to)++;
