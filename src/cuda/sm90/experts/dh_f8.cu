@@ -8,7 +8,8 @@
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Shapes: dO8 (T, d), W2_8 transposed (E, n, d), H and dH (padded rows, h), A' (padded rows, n), dH8 (padded
-// rows, h) with scales (padded rows, ceil(n / 256)), dH_w and A'_w in groups of 16 rows (f8.h). FLOPs 2 R d n.
+// rows, h) with scales (padded rows, ceil(n / 256)), dH_w and A'_w in groups of 16 rows (f8.h).
+// FLOPs 2 R d n.
 //
 // Bytes: dO8 R d, gathered once for each column tile; W2_8 E d n; H 2 R h read; written dH8 R h, and dH 2 R h
 // with A' 2 R n, or dH_w R h with A'_w R n. 4 R for each column tile for the scales, for dS, and for each w.
