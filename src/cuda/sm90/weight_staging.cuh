@@ -60,8 +60,8 @@ struct rows_in_pairs {
     }
 };
 
-// rows_in_pairs, transposed: where a lane's two of d are in the rows of its two features of an octet. The next
-// octet is eight rows on.
+// rows_in_pairs, transposed: where a lane's two of d are in the rows of its two features of an octet. The
+// next octet is eight rows on.
 MOE_DEVICE uint32_t pair_transposed(int warp, int lane, int odd_feature)
 {
     return moe_subtile_offset((lane & 3) * 2 + odd_feature, 2 * warp + (lane >> 4)) + (lane >> 2 & 3) * 4;
