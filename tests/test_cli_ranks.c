@@ -13,6 +13,7 @@
 #include <fcntl.h>
 #include <math.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/socket.h>
 
 #define MODEL                                                                                                \
@@ -328,8 +329,8 @@ static void a_stop_reaches_all_ranks(void **state)
     assert_same_runs(state, "whole", "stopped");
 }
 
-/* A socket with a port that nobody else uses until it is closed. Rank 0 can listen there all the same,
- * because this socket does not. */
+/* A socket with a port that nobody else uses until it is closed. Rank 0 can listen there all the same, as
+ * long as this socket does not. */
 static int reserve_port(int *port)
 {
     const int on = 1, made = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -351,6 +352,8 @@ static void a_rank_says_that_rank_0_has_ended(void **state)
     snprintf(environment, sizeof environment,
              "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=localhost MASTER_PORT=%d", port);
     const pid_t run = start(state, environment, "train -o alone " TINY "--device cpu text.txt", "messages");
+    struct pollfd comes = {reserved, POLLIN, 0};
+    assert_int_equal(poll(&comes, 1, 60000), 1);
     const int rank_0 = accept(reserved, NULL, NULL);
     assert_true(recv(rank_0, hello, sizeof hello, MSG_WAITALL) == sizeof hello);
     close(rank_0);

@@ -377,7 +377,7 @@ part_ep_fsdp2() {
     return $wrong
 }
 
-# The last two layers on any number of GPUs, the others on eight.
+# Three more layers on eight GPUs.
 part_ep_times() {
     local gpus few="16384,2048,768,128,8 16384,2048,768,128,8,0,zipf 8192,7168,2048,256,8 64,2048,768,128,8" many=""
     gpus=$(nvidia-smi -L | wc -l)

@@ -2,7 +2,7 @@
  * computes dX, dW1, dW2 and dS. "With weights" is one step: the weights are quantised, then come forward and
  * backward. dh is timed with the quantising of dO, which also stands alone. dw is dw2 and dw1 together: in
  * bf16, as the layer has them, and in e4m3, which no layer runs, on operands none of whose rows needs
- * factors, and in any order, since only the time counts.
+ * factors; their bytes are not in groups of 16 rows, since only the time counts.
  *
  * The last lines have geometric means over the layers, and what issue 52 decides by them. The exit status is
  * 1 if dX, dW1 or dW2 of both differ by more than MOST_ERROR. */

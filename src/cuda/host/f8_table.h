@@ -69,7 +69,7 @@ typedef struct moe_f8_dh {
     const float *w_scale;     /* (experts) */
     uint8_t *dh8;             /* out: (padded_rows, halves, intermediate), for dx_rows */
     float *dh_scale;          /* out: (padded_rows, ceil(n / 256)) */
-    moe_f8_dw_rows for_dw[2]; /* dH_w, A'_w; rows NULL: dh.dh and dh.a are written instead */
+    moe_f8_dw_rows for_dw[2]; /* dH_w, A'_w; rows NULL, as in every layer yet: dh.dh and dh.a are written */
 } moe_f8_dh;
 
 /* dx_rows: dh is dH8 with gate columns before up columns, w1 is W1_8 transposed (experts, hidden, halves x

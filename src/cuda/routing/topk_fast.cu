@@ -304,7 +304,7 @@ template <int SHARE> MOE_DEVICE uint32_t keep_groups(float *row, const smoe_laye
         for (int i = 0; i < OWN; i++)
             better[i] += h < groups && (key > keys[i] || (key == keys[i] && h < i * SHARE + part));
     }
-    __syncwarp(); // lanes without a token read the last token's row
+    __syncwarp(); // lanes without a token have read the last token's row before it changes
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         const int g = i * SHARE + part;

@@ -1,7 +1,7 @@
 // e4m3 on Hopper: four values in 32 bits, and wgmma, which multiplies 64 x 32 by 32 x N of them. An operand
 // is K-major in subtiles with the 128-byte swizzle, like one of 16-bit elements (wgmma.cuh): 128 bytes of a
-// row are 128 elements along K, and a step of 32 elements adds 2 to a descriptor. Terms: docs/glossary.md;
-// symbols: include/smoe.h.
+// row are 128 elements along K, and a step of 32 elements adds 2 to a descriptor. dw_f8.cu has others.
+// Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // The tensor cores align the 32 products and the accumulator to the largest exponent among them, truncate
 // each at 2^-13 of it, and truncate the sum to 13 fraction bits. So a long sum of one sign shrinks: callers

@@ -3,12 +3,12 @@
 // with equal numbers of units would end at different times.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// The store warp of consumer 0 claims the units and hands them to the other warps in a ring (unit_ring.cuh).
-// It also computes where a unit's tile is, because the divisions would take longer in the warps that load.
-// In each unit a loader arrives once at asked(): AHEAD steps before the unit's end, or at the first step of a
-// shorter unit. Then the claiming warp claims units until the units after this one have AHEAD steps in all.
-// An earlier claim would take a unit from a CTA that can start it sooner; with a later one the loaders would
-// wait.
+// The store warp, of consumer 0 if there are two, claims the units and hands them to the other warps in a
+// ring (unit_ring.cuh). It also computes where a unit's tile is, because the divisions would take longer in
+// the warps that load. In each unit a loader arrives once at asked(): AHEAD steps before the unit's end, or
+// at the first step of a shorter unit. Then the claiming warp claims units until the units after this one
+// have AHEAD steps in all. An earlier claim would take a unit from a CTA that can start it sooner; with a
+// later one the loaders would wait.
 #pragma once
 #include "schedule/scheduler.h"
 #include "schedule/weight_tiles.h"
@@ -87,8 +87,8 @@ struct weight_feed {
 
 // What the claiming thread knows. When it claims units after unit i, the loaders have begun unit i. The ring
 // of operands has SLOTS slots, so all loaders and consumers have read the units up to i - SLOTS - 1. The
-// thread publishes at most unit i + AHEAD. The other store warp can be further behind, so it arrives at
-// free() of each unit that it has read.
+// thread publishes at most unit i + AHEAD. One more warp, which can be further behind, arrives at free() of
+// each unit that it has read: in dw the other store warp, in dw_f8 the one that loads features.
 struct weight_claims {
     weight_feed feed;
     const weight_queue &queue;
