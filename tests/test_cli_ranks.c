@@ -343,7 +343,7 @@ static int reserve_port(int *port)
     return made;
 }
 
-static void a_rank_says_that_rank_0_has_ended(void **state)
+static void a_rank_says_that_rank_0_closed_its_connection(void **state)
 {
     char environment[128], hello[16];
     int port;
@@ -359,7 +359,8 @@ static void a_rank_says_that_rank_0_has_ended(void **state)
     close(rank_0);
     close(reserved);
     assert_int_equal(status_of(run), 3);
-    assert_message(state, "messages", "smoe train: rank 1: rank 0 ended before the run began");
+    assert_message(state, "messages",
+                   "smoe train: rank 1: rank 0 closed its connection before the run began");
 }
 
 /* Two ranks that were started by something else and differ. */
@@ -433,7 +434,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_hung_rank_is_named, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_stop_reaches_all_ranks, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(differences_are_named, set_up, folder_teardown),
-        cmocka_unit_test_setup_teardown(a_rank_says_that_rank_0_has_ended, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_rank_says_that_rank_0_closed_its_connection, set_up,
+                                        folder_teardown),
         cmocka_unit_test_setup_teardown(ranks_come_from_the_environment, set_up, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

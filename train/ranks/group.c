@@ -292,7 +292,7 @@ static bool expect(group *g, int rank, message_kind kind, error *err)
 {
     do {
         if (!hear(g, g->peers[rank].socket))
-            return fail(err, ERROR_RUNTIME, "rank %d ended before the run began", rank);
+            return fail(err, ERROR_RUNTIME, "rank %d closed its connection before the run began", rank);
         if (g->in.kind == ABORT) {
             last_words w = {0};
             memcpy(&w, g->in.data, g->in.bytes < sizeof w ? g->in.bytes : sizeof w);
