@@ -129,17 +129,17 @@ MOE_DEVICE uint2 quantized(const float (&v)[8], float factor)
             pack_e4m3(v[4] * factor, v[5] * factor, v[6] * factor, v[7] * factor)};
 }
 
-// dH8 and its scale. offset: of the lane's elements of the row; place: of the row's group in the scales.
+// dH8 and its scale. offset: of the lane's elements of the row; of_group: where the scale is.
 template <width W, bool GATED>
 MOE_DEVICE void store_dh8(const dh_f8_params &p, const gradients &of, uint32_t amax, int64_t offset,
-                          int64_t place, bool exists, bool first_lane)
+                          int64_t of_group, bool exists, bool first_lane)
 {
     const float factor = moe_f8_factor(amax);
     const char *const to = (const char *)p.dh8 + offset;
     const uint2 gate = quantized(of.dh[0], factor), up = quantized(of.dh[1], factor);
     store_streaming8_if(exists, (void *)to, gate.x, gate.y);
     if (GATED) store_streaming8_if(exists, (void *)advance_by_adds(to, p.intermediate), up.x, up.y);
-    if (first_lane) p.dh_scale[place] = moe_f8_scale(amax);
+    if (first_lane) p.dh_scale[of_group] = moe_f8_scale(amax);
 }
 
 // ---- The copies for dw
@@ -178,13 +178,13 @@ template <width W> struct kept_bytes {
 static_assert(8 * kept_bytes<MIDDLE>::A_BYTES <= 4 * RING_WARP, "A'_w is where dh.cu has H");
 
 // Finds w of a row of dH_w (0) or A'_w (1). Returns what multiplies its elements.
-MOE_DEVICE float row_factor(const dh_f8_params &p, int which, const group_of_features &group, int64_t place,
-                            uint32_t amax, float token_scale, bool first_lane)
+MOE_DEVICE float row_factor(const dh_f8_params &p, int which, const group_of_features &group,
+                            int64_t of_group, uint32_t amax, float token_scale, bool first_lane)
 {
     const moe_f8_dw_rows &to = p.for_dw[which];
     const int32_t w = moe_f8_row_exponent(group.expected[which], amax, token_scale);
     if (first_lane) {
-        to.exponent[place] = w;
+        to.exponent[of_group] = w;
         if (w > group.expected[which]) atomicMax(to.largest + group.number, w);
     }
     return moe_f8_row_factor(w, amax, token_scale);
@@ -266,16 +266,16 @@ MOE_DEVICE float work_row(const dh_f8_params &p, const kept_bytes<W> &kept, uint
     const int row = row_in_order(m), column = tile_width<W>::column(lane);
     const bool exists = at.column < p.intermediate, first_lane = lane % tile_width<W>::LANES == 0;
     const int64_t offset = (int64_t)(at.row + row) * h_width_of<T, KIND>(p) + at.column;
-    const int64_t place = (int64_t)(at.row + row) * p.groups + at.column / MOE_F8_DH_FEATURES;
+    const int64_t of_group = (int64_t)(at.row + row) * p.groups + at.column / MOE_F8_DH_FEATURES;
     const gradients of = differentiate_eight<T, KIND>(p.values, x, h, weight, y_weight);
     const uint32_t a_max = largest_of_row<W>(largest_of(of.a));
-    keep(kept.a_at(m, column), of.a, row_factor(p, 1, group, place, a_max, tokens.dout, first_lane));
+    keep(kept.a_at(m, column), of.a, row_factor(p, 1, group, of_group, a_max, tokens.dout, first_lane));
     const float gate = largest_of(of.dh[0]);
     const uint32_t amax = largest_of_row<W>(GATED ? larger_or_nan(gate, largest_of(of.dh[1])) : gate);
-    const float factor = row_factor(p, 0, group, place, amax, tokens.x, first_lane);
+    const float factor = row_factor(p, 0, group, of_group, amax, tokens.x, first_lane);
     keep(kept.dh_at(0, row, column), of.dh[0], factor);
     if (GATED) keep(kept.dh_at(1, row, column), of.dh[1], factor);
-    store_dh8<W, GATED>(p, of, amax, offset, place, exists, first_lane);
+    store_dh8<W, GATED>(p, of, amax, offset, of_group, exists, first_lane);
     return of.ds;
 }
 
@@ -301,10 +301,8 @@ MOE_DEVICE void work_tile(const dh_f8_params &p, const dh_layout<W> &shared, uin
     const int h_width = h_width_of<T, KIND>(p), own = tile_width<W>::row(lane);
     const int column = tile_width<W>::column(lane), vector = column / 8;
     const float scales = load_shared_float(shared.scale(warp_tile, lane & 15));
-    const char *const from = vector_of(p.h, at.row, h_width, at.column), *const behind = vector_of(
-                                                                             p.h,
-                                                                             next.row + row_in_order(own),
-                                                                             h_width, next.column);
+    const char *const from = vector_of(p.h, at.row, h_width, at.column);
+    const char *const behind = vector_of(p.h, next.row + row_in_order(own), h_width, next.column);
     group_of_features group = {(int64_t)expert * p.groups + at.column / MOE_F8_DH_FEATURES, {0, 0}};
     for (int i = 0; i < 2; i++) group.expected[i] = __ldg(p.for_dw[i].expected + group.number);
     float ds[AHEAD] = {};
@@ -353,9 +351,11 @@ template <width W, int WORKERS> struct warp_tiles {
     // Starts to read which tile comes next; settle() waits for it.
     MOE_DEVICE void advance()
     {
-        if (WORKERS == 4) consumer ^= 1;
-        if (WORKERS == 4 && consumer < moe_work_blocks(tile) && consumer) return;
-        if (WORKERS == 4) consumer = 0;
+        if (WORKERS == 4) { // they have the warp tiles of both consumers
+            consumer ^= 1;
+            if (consumer && consumer < moe_work_blocks(tile)) return;
+            consumer = 0;
+        }
         unit += gridDim.x;
         if (exists()) tile = tile_of<W>(walk, unit);
     }

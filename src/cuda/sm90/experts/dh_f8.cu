@@ -3,9 +3,8 @@
 //   dA'[r] = (dO8[t(r)] W2_8[e]) scale_do[t(r)] scale2[e]
 //
 // dS, dH and A' follow as in dh.cu. dH8 with its scales is quantised from dH in f32, for dx_rows. dw reads dH
-// and A' in dtype (SMOE_COMPUTE_F8_DGRAD, the kernel dh_f8) or their copies dH_w and A'_w in e4m3, of which
-// each w is stored too (SMOE_COMPUTE_F8, the kernel dh_f8_for_dw).
-// Terms: docs/glossary.md; symbols: include/smoe.h.
+// and A' in dtype (SMOE_COMPUTE_F8_DGRAD) or their copies dH_w and A'_w in e4m3, of which each w is stored
+// too (SMOE_COMPUTE_F8: FOR_DW). Terms: docs/glossary.md; symbols: include/smoe.h.
 //
 // Shapes: dO8 (T, d), W2_8 transposed (E, n, d), H and dH (padded rows, h), A' (padded rows, n), dH8 (padded
 // rows, h) with scales (padded rows, ceil(n / 256)), dH_w and A'_w in groups of 16 rows (f8.h).
@@ -23,7 +22,8 @@
 // - A column tile has one group of 256 features of dH, gate and up. A worker warp finds the largest magnitude
 //   of a row's two halves while they are in registers. These need so many registers that the compiler must
 //   not order the instructions of several rows together, as it does in dh.cu.
-// - dh_f8_for_dw has eight worker warps, if sums are not promoted, and another loop (sm90/dh_f8_rows.cuh).
+// - With FOR_DW there are eight worker warps, if sums are not promoted, and another loop
+//   (sm90/dh_f8_rows.cuh).
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "f8.h"
@@ -301,47 +301,27 @@ template <typename T, bool PROMOTED, int WORKERS> struct f8_dh {
     }
 };
 
-// Promoted sums of 256 columns need 64 registers. Then the gathering and the worker warps do with fewer.
-template <width W, bool PROMOTED> MOE_DEVICE constexpr int consumer_registers()
-{
-    return PROMOTED && W != NARROW ? 208 : 192;
-}
-
-template <typename T, width W, bool PROMOTED>
-__global__ void __launch_bounds__(THREADS, 1) dh_f8(const __grid_constant__ dh_f8_params p)
-{
-    extern __shared__ __align__(1024) char memory[];
-    const dh_layout<W> shared(shared_address(memory));
-    const int warp = warp_number(), lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) init_barriers(shared);
-    __syncthreads();
-    const tile_walk walk(p.lists.tiles, p.lists.counts, p.groups);
-    if (warp >= 8) {
-        give_registers<504 - 2 * consumer_registers<W, PROMOTED>()>();
-        work_tiles<f8_dh<T, PROMOTED, 4>, W>(p, walk, shared, warp - 8, lane);
-    } else {
-        take_registers<consumer_registers<W, PROMOTED>()>();
-        multiply_tiles<f8_dh<T, PROMOTED, 4>, W, false>(p, walk, shared, warp, lane);
-    }
-}
-
-// dH_w and A'_w. Promoted sums leave no registers for more than four worker warps.
-template <width W, bool PROMOTED> struct division {
+// How the threads are divided, and their registers. Promoted sums of 256 columns need 64 registers. Then the
+// gathering and four worker warps do with fewer, and there are none left for eight.
+template <width W, bool PROMOTED, bool FOR_DW> struct division {
     enum {
-        WORKERS = PROMOTED ? 4 : 8,
+        WORKERS = FOR_DW && !PROMOTED ? 8 : 4, // warps
         THREADS = 32 * (8 + WORKERS),
-        CONSUMER = PROMOTED      ? consumer_registers<W, true>()
+        CONSUMER = WORKERS == 4  ? (PROMOTED && W != NARROW ? 208 : 192)
                    : W == NARROW ? 136
-                                 : 160, // registers of a thread
-        WORKER = PROMOTED ? 504 - 2 * CONSUMER : 256 - CONSUMER
+                                 : 160,
+        WORKER = WORKERS == 4 ? 504 - 2 * CONSUMER : 256 - CONSUMER
     };
 };
+static_assert((int)division<WIDE, true, false>::THREADS == (int)dh_kernel::THREADS, "as dh.cu");
 
-template <typename T, width W, bool PROMOTED>
-__global__ void __launch_bounds__(division<W, PROMOTED>::THREADS, 1)
-    dh_f8_for_dw(const __grid_constant__ dh_f8_params p)
+// FOR_DW: with dH_w and A'_w instead of dH and A' in dtype.
+template <typename T, width W, bool PROMOTED, bool FOR_DW>
+__global__ void __launch_bounds__(division<W, PROMOTED, FOR_DW>::THREADS, 1)
+    dh_f8(const __grid_constant__ dh_f8_params p)
 {
-    using divided = division<W, PROMOTED>;
+    using divided = division<W, PROMOTED, FOR_DW>;
+    using core = f8_dh<T, PROMOTED, divided::WORKERS>;
     extern __shared__ __align__(1024) char memory[];
     const dh_layout<W> shared(shared_address(memory));
     const int warp = warp_number(), lane = threadIdx.x & 31;
@@ -350,10 +330,13 @@ __global__ void __launch_bounds__(division<W, PROMOTED>::THREADS, 1)
     const tile_walk walk(p.lists.tiles, p.lists.counts, p.groups);
     if (warp >= 8) {
         give_registers<divided::WORKER>();
-        work_f8_tiles<T, W, divided::WORKERS>(p, walk, shared, warp - 8, lane);
+        if constexpr (FOR_DW)
+            work_f8_tiles<T, W, divided::WORKERS>(p, walk, shared, warp - 8, lane);
+        else
+            work_tiles<core, W>(p, walk, shared, warp - 8, lane);
     } else {
         take_registers<divided::CONSUMER>();
-        multiply_tiles<f8_dh<T, PROMOTED, divided::WORKERS>, W, false>(p, walk, shared, warp, lane);
+        multiply_tiles<core, W, false>(p, walk, shared, warp, lane);
     }
 }
 
@@ -381,8 +364,8 @@ struct launched {
 
 template <typename T, width W, bool PROMOTED> launched kernel_of(bool for_dw)
 {
-    if (for_dw) return {dh_f8_for_dw<T, W, PROMOTED>, division<W, PROMOTED>::THREADS};
-    return {dh_f8<T, W, PROMOTED>, THREADS};
+    if (for_dw) return {dh_f8<T, W, PROMOTED, true>, division<W, PROMOTED, true>::THREADS};
+    return {dh_f8<T, W, PROMOTED, false>, division<W, PROMOTED, false>::THREADS};
 }
 
 template <typename T> launched kernel_of(width w, bool promoted, bool for_dw)
