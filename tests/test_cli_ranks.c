@@ -343,24 +343,100 @@ static int reserve_port(int *port)
     return made;
 }
 
+/* A process that something else than --gpus has started as a rank. */
+static pid_t start_rank(void **state, int rank, int ranks, int port, const char *messages)
+{
+    char environment[256];
+    snprintf(environment, sizeof environment,
+             "RANK=%d WORLD_SIZE=%d LOCAL_RANK=%d MASTER_ADDR=localhost MASTER_PORT=%d", rank, ranks, rank,
+             port);
+    return start(state, environment, "train -o met " TINY "--batch 12 --steps 1 --device cpu text.txt",
+                 messages);
+}
+
+/* Accepts a rank, as its rank 0, and answers its HELLO if asked to. */
+static int be_rank_0(int listener, bool answers)
+{
+    uint32_t hello[5];
+    struct pollfd comes = {listener, POLLIN, 0};
+    assert_int_equal(poll(&comes, 1, 1000 * HANG_SECONDS), 1);
+    const int made = accept(listener, NULL, NULL);
+    assert_true(recv(made, hello, sizeof hello, MSG_WAITALL) == sizeof hello);
+    hello[2] = 0; // bytes that follow
+    if (answers) assert_true(send(made, hello, 3 * sizeof hello[0], 0) == 3 * sizeof hello[0]);
+    return made;
+}
+
 static void a_rank_says_that_rank_0_closed_its_connection(void **state)
 {
-    char environment[128], hello[16];
     int port;
     const int reserved = reserve_port(&port);
+    char message[128];
     assert_int_equal(listen(reserved, 1), 0);
-    snprintf(environment, sizeof environment,
-             "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=localhost MASTER_PORT=%d", port);
-    const pid_t run = start(state, environment, "train -o alone " TINY "--device cpu text.txt", "messages");
-    struct pollfd comes = {reserved, POLLIN, 0};
-    assert_int_equal(poll(&comes, 1, 60000), 1);
-    const int rank_0 = accept(reserved, NULL, NULL);
-    assert_true(recv(rank_0, hello, sizeof hello, MSG_WAITALL) == sizeof hello);
-    close(rank_0);
-    close(reserved);
+    pid_t run = start_rank(state, 2, 3, port, "early");
+    close(be_rank_0(reserved, false));
     assert_int_equal(status_of(run), 3);
-    assert_message(state, "messages",
-                   "smoe train: rank 1: rank 0 closed its connection before the run began");
+    snprintf(message, sizeof message, "smoe train: rank 2: rank 0 does not answer at localhost, port %d",
+             port);
+    assert_message(state, "early", message);
+    run = start_rank(state, 1, 3, port, "late");
+    close(be_rank_0(reserved, true));
+    assert_int_equal(status_of(run), 3);
+    assert_message(state, "late", "smoe train: rank 1: rank 0 closed its connection before the run began");
+    close(reserved);
+}
+
+/* While rank 1 is missing there is one rank 2 too many, and one that belongs to another run. */
+static void a_process_that_is_not_wanted_is_told_why(void **state)
+{
+    static const char *const twins[] = {"twin0", "twin1"};
+    char message[128];
+    int port, refused = 0;
+    const int reserved = reserve_port(&port);
+    pid_t wanted[3] = {start_rank(state, 0, 3, port, "rank0")};
+    for (int i = 0; i < 2; i++) wanted[1 + i] = start_rank(state, 2, 3, port, twins[i]);
+    const pid_t other = start_rank(state, 3, 4, port, "other");
+    assert_int_equal(status_of(other), 3);
+    snprintf(message, sizeof message,
+             "smoe train: rank 3: rank 0 at localhost, port %d, refuses this process: "
+             "it is one of 4 ranks, rank 0 is one of 3\n",
+             port);
+    assert_message(state, "other", message);
+    const double end = clock_seconds() + HANG_SECONDS;
+    while (!*contents(state, twins[refused])) {
+        if (clock_seconds() > end) fail_msg("none of two processes is refused");
+        usleep(20000);
+        refused ^= 1;
+    }
+    assert_int_equal(status_of(wanted[1 + refused]), 3);
+    snprintf(message, sizeof message,
+             "smoe train: rank 2: rank 0 at localhost, port %d, refuses this process: "
+             "another process is rank 2 of 3\n",
+             port);
+    assert_message(state, twins[refused], message);
+    wanted[1 + refused] = start_rank(state, 1, 3, port, "rank1");
+    for (int i = 0; i < 3; i++) assert_int_equal(status_of(wanted[i]), 0);
+    close(reserved);
+}
+
+/* Something that connects to rank 0 and says nothing, such as a scan of ports. */
+static void a_silent_stranger_holds_nobody_up(void **state)
+{
+    int port;
+    const int reserved = reserve_port(&port), stranger = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const struct sockaddr_in6 at = {
+        .sin6_family = AF_INET6, .sin6_port = htons((uint16_t)port), .sin6_addr = in6addr_loopback};
+    const pid_t first = start_rank(state, 0, 2, port, "first");
+    const double end = clock_seconds() + HANG_SECONDS;
+    while (connect(stranger, (const struct sockaddr *)&at, sizeof at) != 0) {
+        if (clock_seconds() > end) fail_msg("rank 0 does not listen");
+        usleep(20000);
+    }
+    const pid_t second = start_rank(state, 1, 2, port, "second");
+    assert_int_equal(status_of(second), 0);
+    assert_int_equal(status_of(first), 0);
+    close(stranger);
+    close(reserved);
 }
 
 /* Two ranks that were started by something else and differ. */
@@ -436,6 +512,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(differences_are_named, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_rank_says_that_rank_0_closed_its_connection, set_up,
                                         folder_teardown),
+        cmocka_unit_test_setup_teardown(a_process_that_is_not_wanted_is_told_why, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_silent_stranger_holds_nobody_up, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(ranks_come_from_the_environment, set_up, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -18,9 +18,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-enum { MOST_BYTES = 64 << 10, CONNECT_SECONDS = 120, BEAT_MS = 500 };
+enum { MOST_BYTES = 64 << 10, CONNECT_SECONDS = 120, HELLO_SECONDS = 10, BEAT_MS = 500 };
 
-typedef enum message_kind { HELLO, SETTINGS, KEY, ABORT, BEAT, BYE } message_kind;
+typedef enum message_kind { HELLO, REFUSED, SETTINGS, KEY, ABORT, BEAT, BYE } message_kind;
 
 typedef struct message {
     uint32_t magic, kind, bytes;
@@ -28,6 +28,10 @@ typedef struct message {
 } message;
 
 enum { MAGIC = 0x656f6d73, HEAD = 3 * sizeof(uint32_t) };
+
+typedef struct hello {
+    int32_t rank, ranks;
+} hello;
 
 typedef struct beat {
     uint64_t progress;
@@ -126,10 +130,20 @@ static bool hear(group *g, int socket)
 
 /* ---- meeting ---- */
 
-static void prepare_socket(int socket)
+/* Whoever is at the other end may be silent, so until both know each other `hear` waits for `seconds`. */
+static void prepare_socket(int socket, int seconds)
 {
     const int on = 1;
+    const struct timeval most = {.tv_sec = seconds};
     (void)setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    (void)setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &most, sizeof most);
+}
+
+static void add_peer(group *g, int rank, int socket)
+{
+    const struct timeval unlimited = {0};
+    (void)setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &unlimited, sizeof unlimited);
+    g->peers[rank].socket = socket;
 }
 
 static int listen_at(int port, error *err)
@@ -144,24 +158,39 @@ static int listen_at(int port, error *err)
     return -1;
 }
 
+/* Answers a process that says which rank it is, and closes the connection of one that is not wanted. */
+static void answer(group *g, int socket, hello theirs)
+{
+    const int ranks = g->place.ranks;
+    char why[80];
+    if (theirs.ranks != ranks)
+        snprintf(why, sizeof why, "it is one of %d ranks, rank 0 is one of %d", theirs.ranks, ranks);
+    else
+        snprintf(why, sizeof why, "another process is rank %d of %d", theirs.rank, ranks);
+    const bool fits = theirs.ranks == ranks && theirs.rank > 0 && theirs.rank < ranks,
+               wanted = fits && g->peers[theirs.rank].socket < 0;
+    if (tell(g, socket, wanted ? HELLO : REFUSED, why, wanted ? 0 : strlen(why)) && wanted)
+        add_peer(g, theirs.rank, socket);
+    else
+        close(socket);
+}
+
 static bool accept_one(group *g, int listener, double end, error *err)
 {
     struct pollfd wait = {listener, POLLIN, 0};
-    int32_t rank = -1;
+    hello theirs;
     const int left = (int)((end - clock_seconds()) * 1e3),
               socket =
                   poll(&wait, 1, left > 0 ? left : 0) == 1 ? accept4(listener, NULL, NULL, SOCK_CLOEXEC) : -1;
     if (socket < 0)
         return fail(err, ERROR_RUNTIME, "not all of %d ranks came within %d s", g->place.ranks,
                     CONNECT_SECONDS);
-    prepare_socket(socket);
-    if (hear(g, socket) && g->in.kind == HELLO && g->in.bytes == sizeof rank)
-        memcpy(&rank, g->in.data, sizeof rank);
-    if (rank < 1 || rank >= g->place.ranks || g->peers[rank].socket >= 0) {
+    prepare_socket(socket, HELLO_SECONDS);
+    if (hear(g, socket) && g->in.kind == HELLO && g->in.bytes == sizeof theirs) {
+        memcpy(&theirs, g->in.data, sizeof theirs);
+        answer(g, socket, theirs);
+    } else
         close(socket); // not one of ours
-        return true;
-    }
-    g->peers[rank].socket = socket;
     return true;
 }
 
@@ -198,18 +227,33 @@ static int connect_once(const rank_place *p)
     return made;
 }
 
+/* Does rank 0 want this process? */
+static bool greet(group *g, int socket, error *err)
+{
+    const rank_place *p = &g->place;
+    const hello own = {p->rank, p->ranks};
+    if (!tell(g, socket, HELLO, &own, sizeof own) || !hear(g, socket))
+        return fail(err, ERROR_RUNTIME, "rank 0 does not answer at %s, port %d", p->address, p->port);
+    return g->in.kind != REFUSED ||
+           fail(err, ERROR_RUNTIME, "rank 0 at %s, port %d, refuses this process: %.*s", p->address, p->port,
+                (int)g->in.bytes, g->in.data);
+}
+
 static bool find_first(group *g, error *err)
 {
-    const int32_t rank = g->place.rank;
     const double end = clock_seconds() + CONNECT_SECONDS;
     int socket;
     while ((socket = connect_once(&g->place)) < 0 && clock_seconds() < end) usleep(100000);
     if (socket < 0)
         return fail(err, ERROR_RUNTIME, "rank 0 was not reached at %s, port %d, within %d s",
                     g->place.address, g->place.port, CONNECT_SECONDS);
-    prepare_socket(socket);
-    g->peers[0].socket = socket;
-    return tell(g, socket, HELLO, &rank, sizeof rank) || fail(err, ERROR_RUNTIME, "rank 0 has ended");
+    prepare_socket(socket, CONNECT_SECONDS);
+    if (greet(g, socket, err)) {
+        add_peer(g, 0, socket);
+        return true;
+    }
+    close(socket);
+    return false;
 }
 
 bool group_connect(group **made, const rank_place *place, double peer_timeout, const char *name, error *err)

@@ -2,7 +2,7 @@
  * thread of each rank watches the others: if one fails, ends, or makes no progress, every rank's process ends
  * with the status of the failure, also one that waits in a collective. One message names the rank and the
  * cause; rank 0 writes it, or, where rank 0 is the cause, rank 1, or `smoe train --gpus`, which started them.
- */
+ * A process that rank 0 does not want says so itself, and the others go on. */
 #ifndef TRAIN_GROUP_H
 #define TRAIN_GROUP_H
 
