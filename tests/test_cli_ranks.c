@@ -419,6 +419,17 @@ static void a_process_that_is_not_wanted_is_told_why(void **state)
     close(reserved);
 }
 
+static void a_host_that_does_not_exist_is_named(void **state)
+{
+    const double started = clock_seconds();
+    const pid_t run = start(state, "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=::1%nowhere MASTER_PORT=1",
+                            "train -o lost " TINY "--device cpu text.txt", "messages");
+    assert_int_equal(status_of(run), 3);
+    assert_true(clock_seconds() - started < HANG_SECONDS / 2);
+    assert_message(state, "messages",
+                   "smoe train: rank 1: rank 0 was not reached at ::1%nowhere, port 1, within ");
+}
+
 /* Something that connects to rank 0 and says nothing, such as a scan of ports. */
 static void a_silent_stranger_holds_nobody_up(void **state)
 {
@@ -513,6 +524,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_rank_says_that_rank_0_closed_its_connection, set_up,
                                         folder_teardown),
         cmocka_unit_test_setup_teardown(a_process_that_is_not_wanted_is_told_why, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_host_that_does_not_exist_is_named, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_silent_stranger_holds_nobody_up, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(ranks_come_from_the_environment, set_up, folder_teardown),
     };

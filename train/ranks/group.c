@@ -208,20 +208,26 @@ static bool accept_others(group *g, error *err)
     return done;
 }
 
-static int connect_once(const rank_place *p)
+/* -1: not connected, and *why. *hopeless: it would not help to wait, as for a name that does not exist. */
+static int connect_once(const rank_place *p, const char **why, bool *hopeless)
 {
     const struct addrinfo wanted = {.ai_family = AF_UNSPEC, .ai_socktype = SOCK_STREAM};
     struct addrinfo *found = NULL;
     char port[16];
     int made = -1;
     snprintf(port, sizeof port, "%d", p->port);
-    if (getaddrinfo(p->address, port, &wanted, &found) != 0) return -1;
-    for (struct addrinfo *a = found; a && made < 0; a = a->ai_next) {
+    const int unknown = getaddrinfo(p->address, port, &wanted, &found);
+    *hopeless = unknown && unknown != EAI_AGAIN;
+    if (unknown) {
+        *why = gai_strerror(unknown);
+        return -1;
+    }
+    for (struct addrinfo *a = found; a; a = a->ai_next) {
         made = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        if (made >= 0 && connect(made, a->ai_addr, a->ai_addrlen) != 0) {
-            close(made);
-            made = -1;
-        }
+        if (made >= 0 && connect(made, a->ai_addr, a->ai_addrlen) == 0) break;
+        *why = strerror(errno);
+        if (made >= 0) close(made);
+        made = -1;
     }
     freeaddrinfo(found);
     return made;
@@ -241,12 +247,17 @@ static bool greet(group *g, int socket, error *err)
 
 static bool find_first(group *g, error *err)
 {
-    const double end = clock_seconds() + CONNECT_SECONDS;
+    const double started = clock_seconds();
+    const char *why = "";
+    bool hopeless;
     int socket;
-    while ((socket = connect_once(&g->place)) < 0 && clock_seconds() < end) usleep(100000);
-    if (socket < 0)
-        return fail(err, ERROR_RUNTIME, "rank 0 was not reached at %s, port %d, within %d s",
-                    g->place.address, g->place.port, CONNECT_SECONDS);
+    while ((socket = connect_once(&g->place, &why, &hopeless)) < 0) {
+        const double waited = clock_seconds() - started;
+        if (hopeless || waited > CONNECT_SECONDS)
+            return fail(err, ERROR_RUNTIME, "rank 0 was not reached at %s, port %d, within %.0f s: %s",
+                        g->place.address, g->place.port, waited, why);
+        usleep(100000);
+    }
     prepare_socket(socket, CONNECT_SECONDS);
     if (greet(g, socket, err)) {
         add_peer(g, 0, socket);
