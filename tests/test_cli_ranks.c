@@ -5,6 +5,7 @@
 
 #include "cli/lm/train_options.h"
 #include "train/files/safetensors.h"
+#include "train/ranks/place.h"
 #include "train/run/log.h"
 #include "train/run/train.h"
 
@@ -507,6 +508,54 @@ static void ranks_come_from_the_environment(void **state)
     expect(state, "train --gpus 0 " TINY "text.txt", 2, "--gpus: '0'");
 }
 
+static int port_with(const char *name, const char *value)
+{
+    rank_place place;
+    error err = {0};
+    setenv(name, value, 1);
+    if (!rank_place_read(&place, &err)) fail_msg("%s", err.text);
+    return place.port;
+}
+
+static void two_runs_have_two_ports(void **state)
+{
+    static const char *const names[] = {
+        "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "MASTER_ADDR",          "PMIX_NAMESPACE",       "SLURM_STEP_NUM_TASKS",
+        "SLURM_PROCID",         "SLURM_LOCALID",        "SLURM_JOB_ID",
+        "SLURM_STEP_ID"};
+    char environment[128], message[128];
+    int port;
+    setenv("OMPI_COMM_WORLD_SIZE", "2", 1);
+    setenv("OMPI_COMM_WORLD_RANK", "1", 1);
+    setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1", 1);
+    setenv("MASTER_ADDR", "localhost", 1);
+    const int one = port_with("PMIX_NAMESPACE", "prterun-vm-20946@1");
+    assert_int_not_equal(one, port_with("PMIX_NAMESPACE", "prterun-vm-20947@1"));
+    assert_int_equal(one, port_with("PMIX_NAMESPACE", "prterun-vm-20946@1"));
+    setenv("SLURM_STEP_NUM_TASKS", "2", 1);
+    setenv("SLURM_PROCID", "1", 1);
+    setenv("SLURM_LOCALID", "1", 1);
+    setenv("SLURM_STEP_ID", "0", 1);
+    const int job = port_with("SLURM_JOB_ID", "17"), next = port_with("SLURM_JOB_ID", "18");
+    assert_int_not_equal(job, next);
+    assert_int_not_equal(next, port_with("SLURM_STEP_ID", "1"));
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) unsetenv(names[i]);
+
+    const int taken = reserve_port(&port);
+    assert_int_equal(listen(taken, 1), 0);
+    snprintf(environment, sizeof environment,
+             "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 "
+             "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_PORT=%d",
+             port);
+    snprintf(message, sizeof message,
+             "rank 0 cannot listen on port %d: Address already in use (set another MASTER_PORT)", port);
+    assert_int_equal(status_of(start(state, environment, "train " TINY "--device cpu text.txt", "messages")),
+                     3);
+    if (!strstr(contents(state, "messages"), message)) fail_msg("'%s'", contents(state, "messages"));
+    close(taken);
+}
+
 int main(void)
 {
     openblas_set_num_threads(1);
@@ -526,6 +575,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_process_that_is_not_wanted_is_told_why, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_host_that_does_not_exist_is_named, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_silent_stranger_holds_nobody_up, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(two_runs_have_two_ports, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(ranks_come_from_the_environment, set_up, folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

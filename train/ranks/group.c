@@ -153,7 +153,8 @@ static int listen_at(int port, error *err)
     if (made >= 0) (void)setsockopt(made, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     if (made >= 0 && bind(made, (const struct sockaddr *)&at, sizeof at) == 0 && listen(made, 128) == 0)
         return made;
-    fail(err, ERROR_RUNTIME, "rank 0 cannot listen on port %d: %s", port, strerror(errno));
+    fail(err, ERROR_RUNTIME, "rank 0 cannot listen on port %d: %s (set another MASTER_PORT)", port,
+         strerror(errno));
     if (made >= 0) close(made);
     return -1;
 }

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE 1
 #include "train/ranks/place.h"
 
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -72,20 +73,27 @@ static bool first_host(rank_place *p, const char *list, error *err)
            fail(err, ERROR_USAGE, "SLURM_STEP_NODELIST is '%.80s', which names no host", list);
 }
 
+/* Without MASTER_PORT: one that follows from the names of a job, so that two runs on one host hardly meet. It
+ * is below the ports that systems give to programs which do not ask for one. */
+static int port_of(const char *job, const char *step)
+{
+    char text[256];
+    uint32_t hash = 2166136261u;
+    snprintf(text, sizeof text, "%s.%s", job ? job : "", step ? step : "");
+    for (const char *c = text; *c; c++) hash = (hash ^ (unsigned char)*c) * 16777619u;
+    return 20000 + (int)(hash % 10000);
+}
+
 static bool from_slurm(rank_place *p, error *err)
 {
     const char *hosts = getenv("SLURM_STEP_NODELIST");
-    int job = 0;
     if (!read_ranks(p, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", err)) return false;
     if (is_set("MASTER_ADDR") ? !read_address(p, "MASTER_ADDR", err)
         : hosts               ? !first_host(p, hosts, err)
                               : !read_address(p, "SLURM_STEP_NODELIST", err))
         return false;
-    if (is_set("MASTER_PORT")) return read_number("MASTER_PORT", 1, MOST_PORT, &p->port, err);
-    p->port = 20000;
-    if (!read_number("SLURM_JOB_ID", 0, 2147483647, &job, err)) return false;
-    p->port += job % 20000;
-    return true;
+    p->port = port_of(getenv("SLURM_JOB_ID"), getenv("SLURM_STEP_ID"));
+    return !is_set("MASTER_PORT") || read_number("MASTER_PORT", 1, MOST_PORT, &p->port, err);
 }
 
 static bool from_open_mpi(rank_place *p, error *err)
@@ -96,7 +104,7 @@ static bool from_open_mpi(rank_place *p, error *err)
     const bool one_host = is_set("OMPI_COMM_WORLD_LOCAL_SIZE") &&
                           read_number("OMPI_COMM_WORLD_LOCAL_SIZE", 1, MOST_RANKS, &here, NULL) &&
                           here == p->ranks;
-    p->port = 29533;
+    p->port = port_of(getenv("PMIX_NAMESPACE"), NULL);
     snprintf(p->address, sizeof p->address, "127.0.0.1");
     if ((!one_host || is_set("MASTER_ADDR")) && !read_address(p, "MASTER_ADDR", err)) return false;
     return !is_set("MASTER_PORT") || read_number("MASTER_PORT", 1, MOST_PORT, &p->port, err);
