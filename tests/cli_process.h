@@ -38,6 +38,15 @@ static inline const char *contents(void **state, const char *name)
     return text;
 }
 
+/* The last line of the messages has this text, and no other is about a rank. */
+static inline void assert_message(void **state, const char *name, const char *part)
+{
+    const char *text = contents(state, name), *found = strstr(text, part),
+               *end = found ? strchr(found, '\n') : NULL, *named = strstr(text, "rank ");
+    if (!end || end[1] || (named && named < found) || (named && strstr(named + 1, "smoe train: ")))
+        fail_msg("'%s', not '%s'", text, part);
+}
+
 /* Waits until a file of the folder contains `part`. */
 static inline void wait_for(void **state, const char *name, const char *part)
 {

@@ -334,7 +334,8 @@ void group_fail(group *g, const error *why)
     if (g->place.rank == 0) end(g, &w, true);
     tell_all(g, ABORT, &w, sizeof w);
     for (int i = 0; g->watched && i < 50; i++) usleep(100000);
-    bool answered = g->watched;
+    if (g->watched) end(g, &w, true); // the watcher would have heard an echo
+    bool answered = false;
     while (!answered && hear(g, g->peers[0].socket)) answered = g->in.kind == ABORT;
     const bool voice = g->place.rank == 1 || g->peers[0].socket < 0;
     if (!answered && voice && !g->place.launched) write_words(g, &w);
