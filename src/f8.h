@@ -216,6 +216,12 @@ MOE_HOST_DEVICE int64_t moe_f8_groups(int64_t n, int64_t features)
     return (n + features - 1) / features;
 }
 
+/* Of an expert's `work`: counters, and a number for each group of W1 and of W2. */
+MOE_HOST_DEVICE int64_t moe_f8_work_bytes(int64_t groups)
+{
+    return MOE_F8_WORK_BYTES + 2 * groups * (int64_t)sizeof(uint32_t);
+}
+
 /* weights_f8, one buffer a layer: each matrix as W is, and transposed with the same bytes. W1's rows are in
  * the order of H's columns (gate, then up) for both layouts of the caller's W1. */
 typedef struct moe_f8_weights {
@@ -226,9 +232,8 @@ typedef struct moe_f8_weights {
     float *scale1; /* (E) */
     float *scale2; /* (E) */
     float *group1; /* (E, ceil(n / 256)): the scale that W1's rows of 256 features alone would have, and */
-    float *group2; /* the same, W2's columns: moe_f8_expected reads them. The CUDA backend, where no layer
-                      runs dw in fp8 yet, does not write them */
-    void *work;    /* (E, MOE_F8_WORK_BYTES), of the CUDA backend while it quantises */
+    float *group2; /* the same, W2's columns: moe_f8_expected reads them */
+    void *work;    /* (E, moe_f8_work_bytes), of the CUDA backend while it quantises */
     uint64_t bytes;
 } moe_f8_weights;
 
@@ -240,11 +245,12 @@ static inline moe_f8_weights moe_f8_weights_at(const moe_problem *problem, const
     const uint64_t w1 = moe_align_up(experts * d * (uint64_t)problem->h_width);
     const uint64_t w2 = moe_align_up(experts * d * (uint64_t)problem->layer.intermediate);
     const uint64_t scales = moe_align_up(experts * sizeof(float));
-    const uint64_t of_groups = moe_align_up(
-        experts * (uint64_t)moe_f8_groups(problem->layer.intermediate, MOE_F8_DH_FEATURES) * sizeof(float));
+    const int64_t groups = moe_f8_groups(problem->layer.intermediate, MOE_F8_DH_FEATURES);
+    const uint64_t of_groups = moe_align_up(experts * (uint64_t)groups * sizeof(float));
+    const uint64_t work = moe_align_up(experts * (uint64_t)moe_f8_work_bytes(groups));
     char *at = (char *)(uintptr_t)buffer;
     moe_f8_weights w = {0};
-    w.bytes = 2 * w1 + 2 * w2 + 2 * scales + 2 * of_groups + moe_align_up(experts * MOE_F8_WORK_BYTES);
+    w.bytes = 2 * w1 + 2 * w2 + 2 * scales + 2 * of_groups + work;
     if (!buffer) return w;
     w.w1 = (uint8_t *)at;
     w.w1_t = w.w1 + w1;

@@ -1,5 +1,6 @@
-/* The fp8 kernels of Hopper against f8.h on the host, bit for bit: bytes and scales of rows and of weights.
- */
+/* The fp8 kernels of Hopper against the host, bit for bit: rows, weights, what is expected for dw. up, down
+ * and dx_rows against the products of what they read. */
+#include "cpu/experts.h"
 #include "f8_cases.h"
 
 /* ---- Rows ---- */
@@ -49,33 +50,38 @@ static moe_problem problem_of(const shape *s)
 {
     moe_problem p = {0};
     p.layer.hidden = s->hidden, p.layer.intermediate = s->intermediate, p.layer.experts = s->experts;
-    p.h_width = s->gated ? 2 * s->intermediate : s->intermediate, p.experts_here = s->experts;
+    p.layer.layout = s->interleaved ? SMOE_LAYOUT_INTERLEAVED : SMOE_LAYOUT_CONCATENATED;
+    p.gated = s->gated, p.h_width = s->gated ? 2 * s->intermediate : s->intermediate;
+    p.experts_here = s->experts;
     return p;
 }
 
-/* One matrix of one expert: (rows, columns) from `w`, whose rows 2 j and 2 j + 1 are j and half + j. */
-static void check_matrix(const char *name, const float *w, int64_t rows, int64_t columns, int64_t half,
-                         const uint8_t *bytes, const uint8_t *transposed, float scale)
+/* Every expert and group of features has another scale; in one group of W1 the gate's elements are larger, in
+ * the next one those of up. */
+static float *draw_w1(const shape *s, const moe_problem *p)
 {
-    const uint32_t amax = largest(w, rows * columns);
-    int same = 1, turned = 1;
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < columns; c++) {
-            const int64_t source = !half ? r : r < half ? 2 * r : 2 * (r - half) + 1;
-            const uint8_t wanted = moe_f8_quantize(w[source * columns + c], moe_f8_factor(amax));
-            same &= bytes[r * columns + c] == wanted;
-            turned &= transposed[c * rows + r] == wanted;
-        }
-    check(same, name, "bytes differ");
-    check(turned, name, "transposed bytes differ");
-    check(scale == moe_f8_scale(amax), name, "the scale differs");
+    const int64_t count = s->count * p->h_width * s->hidden;
+    float *w1 = draw(count, 0);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t row = i / s->hidden % p->h_width, e = i / s->hidden / p->h_width;
+        const int64_t half = s->interleaved ? row % 2 : row / s->intermediate;
+        const int64_t group = (s->interleaved ? row / 2 : row % s->intermediate) / MOE_F8_DH_FEATURES;
+        const int k = (int)(e * 5 - 9 + 2 * group - 3 * ((group + half) % 2));
+        w1[i] = (float)oracle_round_to(ldexp((double)w1[i], k), s->type);
+    }
+    return w1;
 }
 
-static int untouched(const uint8_t *bytes, int64_t count)
+static float *draw_w2(const shape *s)
 {
-    int same = 1;
-    for (int64_t i = 0; i < count; i++) same &= bytes[i] == 0xff;
-    return same;
+    const int64_t one = s->hidden * s->intermediate;
+    float *w2 = draw(s->count * one, 0);
+    for (int64_t i = 0; i < s->count * one; i++) {
+        const int group = (int)(i % s->intermediate / MOE_F8_DH_FEATURES);
+        w2[i] = (float)oracle_round_to(ldexp((double)w2[i], group), s->type);
+    }
+    w2[one / 2] = NAN; /* the first expert's */
+    return w2;
 }
 
 static void check_weights(const moe_launch *on, const shape *s)
@@ -85,13 +91,11 @@ static void check_weights(const moe_launch *on, const shape *s)
              (int)s->intermediate, (int)s->first, (int)(s->first + s->count - 1), (int)s->experts);
     puts(name);
     const moe_problem p = problem_of(s);
-    const int64_t one = p.h_width * s->hidden, two = s->hidden * s->intermediate;
-    float *w1 = draw(s->count * one, 0), *w2 = draw(s->count * two, 0);
-    for (int64_t e = 0; e < s->count; e++) /* another scale for every expert */
-        for (int64_t i = 0; i < one; i++) w1[e * one + i] = ldexpf(w1[e * one + i], (int)e * 5 - 9);
-    w2[two / 2] = NAN; /* the first expert's W2 */
-    const gpu_buffer from1 = upload(w1, s->count * one, s->type), from2 = upload(w2, s->count * two, s->type);
-    const gpu_buffer to = gpu_alloc((size_t)moe_f8_weights_at(&p, NULL).bytes);
+    const size_t bytes = (size_t)moe_f8_weights_at(&p, NULL).bytes;
+    float *w1 = draw_w1(s, &p), *w2 = draw_w2(s);
+    const gpu_buffer from1 = upload(w1, s->count * p.h_width * s->hidden, s->type),
+                     from2 = upload(w2, s->count * s->hidden * s->intermediate, s->type),
+                     to = gpu_alloc(bytes);
     const moe_f8_quantized call = {from1.memory, from2.memory,  s->type,   moe_f8_weights_at(&p, to.memory),
                                    s->first,     s->count,      s->hidden, s->intermediate,
                                    p.h_width,    s->interleaved};
@@ -100,24 +104,100 @@ static void check_weights(const moe_launch *on, const shape *s)
     CHECK_CUDA(moe_sm90_f8_weights(s->first ? &one_cta : on, &call));
     CHECK_CUDA(moe_sm90_f8_weights(s->first ? on : &one_cta, &call)); /* the counters begin at 0 */
     CHECK_CUDA(cudaStreamSynchronize(on->stream));
-    char *got = gpu_read(to.memory, to.bytes);
-    const moe_f8_weights w = moe_f8_weights_at(&p, got);
-    for (int64_t e = 0; e < s->experts; e++) {
-        const int64_t i = e - s->first;
-        if (i >= 0 && i < s->count) {
-            check_matrix(name, w1 + i * one, p.h_width, s->hidden, s->interleaved ? s->intermediate : 0,
-                         w.w1 + e * one, w.w1_t + e * one, w.scale1[e]);
-            check_matrix(name, w2 + i * two, s->hidden, s->intermediate, 0, w.w2 + e * two, w.w2_t + e * two,
-                         w.scale2[e]);
-        } else {
-            check(untouched(w.w1 + e * one, one) && untouched(w.w1_t + e * one, one) &&
-                      untouched(w.w2 + e * two, two) && untouched(w.w2_t + e * two, two) &&
-                      untouched((uint8_t *)(w.scale1 + e), 4) && untouched((uint8_t *)(w.scale2 + e), 4),
-                  name, "another expert was touched");
-        }
+    uint8_t *got = gpu_read(to.memory, bytes), *wanted = malloc(bytes);
+    memset(wanted, 0xff, bytes);
+    smoe_context cpu = {.threads = 1};
+    smoe_quantize_args args = SMOE_QUANTIZE_ARGS_INIT;
+    args.w1 = w1, args.w2 = w2, args.weight_type = SMOE_TYPE_F32, args.first_expert = s->first;
+    args.experts = s->count, args.weights_f8 = wanted, args.weights_f8_size = bytes;
+    check(moe_cpu_quantize_weights(&cpu, &p, &args, NULL) == SMOE_OK, name, "the CPU");
+    /* All but `work`. Other experts' parts stay as they were. */
+    const moe_f8_weights w = moe_f8_weights_at(&p, wanted);
+    const void *parts[] = {w.w1, w.w1_t, w.w2, w.w2_t, w.scale1, w.scale2, w.group1, w.group2, w.work};
+    static const char *const names[] = {"W1",     "W1 transposed", "W2",     "W2 transposed",
+                                        "scale1", "scale2",        "group1", "group2"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        const size_t first = (size_t)((const uint8_t *)parts[i] - wanted);
+        const size_t end = (size_t)((const uint8_t *)parts[i + 1] - wanted);
+        check(!memcmp(got + first, wanted + first, end - first), name, names[i]);
     }
     check(!gpu_free(from1) && !gpu_free(from2) && !gpu_free(to), name, "written outside");
-    free(w1), free(w2), free(got);
+    free(w1), free(w2), free(got), free(wanted);
+}
+
+/* ---- What is expected for dw: 2^k of random k where f8.h has scales ---- */
+
+static float *draw_powers(int64_t count, int least, int most)
+{
+    float *powers = malloc((size_t)count * sizeof *powers);
+    for (int64_t i = 0; i < count; i++)
+        powers[i] = ldexpf(1.0f, least + (int)((double)(most - least) * fabs((double)uniform()) + 0.5));
+    return powers;
+}
+
+static void check_expect(const moe_launch *on, const experts_case *c)
+{
+    char name[80];
+    snprintf(name, sizeof name, "expected n %d, %d tokens%s", (int)c->intermediate, (int)c->tokens,
+             c->gated ? ", gated" : "");
+    puts(name);
+    plan p = make_plan(c);
+    const int64_t groups = moe_f8_groups(c->intermediate, MOE_F8_DH_FEATURES), count = c->experts * groups;
+    float *x_scale = draw_powers(c->tokens + 1, -30, 5), *do_scale = draw_powers(c->tokens + 1, -40, -3),
+          *weight = draw(p.rows + 1, 0), *group1 = draw_powers(count, -20, 0),
+          *group2 = draw_powers(count, -20, 0);
+    if (c->tokens) x_scale[1 % c->tokens] = 1.0f, do_scale[1 % c->tokens] = 1.0f; /* as of a NaN */
+    group2[0] = 1.0f, group1[count - 1] = 0x1p-126f;                              /* of a NaN, of zeros */
+    weight[0] = NAN;
+    int32_t counts[4], *expected[2] = {malloc((size_t)count * 4), malloc((size_t)count * 4)};
+    for (int e = 0; e < c->experts; e++) counts[e] = (int32_t)c->counts[e];
+    moe_problem problem = {.gated = c->gated};
+    problem.layer.hidden = c->hidden, problem.layer.intermediate = c->intermediate;
+    problem.layer.experts = c->experts, problem.layer.activation = SMOE_ACTIVATION_GELU;
+    const smoe_context cpu = {.threads = 1};
+    const moe_plan_arrays arrays = {
+        .row_token = p.row_token, .row_weight = weight, .counts = counts, .block_offsets = p.block_offsets};
+    const moe_cpu_pass pass = {.context = &cpu,
+                               .problem = &problem,
+                               .plan = &arrays,
+                               .f8 = {.weights = {.group1 = group1, .group2 = group2},
+                                      .scale_x = x_scale,
+                                      .scale_dout = do_scale,
+                                      .expected = {expected[0], expected[1]}}};
+    moe_cpu_f8_expect(&pass);
+    const float *from[] = {x_scale, do_scale, weight, group1, group2};
+    const int64_t of[] = {c->tokens + 1, c->tokens + 1, p.rows + 1, count, count};
+    gpu_buffer in[5], out[4], rows = gpu_copy(counts, sizeof counts);
+    for (int i = 0; i < 5; i++) in[i] = gpu_copy(from[i], (size_t)of[i] * 4);
+    for (int i = 0; i < 4; i++) out[i] = gpu_alloc((size_t)count * 4);
+    const moe_f8_expect call = {
+        (float *)in[0].memory,
+        (float *)in[1].memory,
+        (int32_t *)p.tokens.memory,
+        (float *)in[2].memory,
+        (int32_t *)rows.memory,
+        (int32_t *)p.offsets.memory,
+        (float *)in[3].memory,
+        (float *)in[4].memory,
+        {(int32_t *)out[0].memory, (int32_t *)out[1].memory},
+        {(int32_t *)out[2].memory, (int32_t *)out[3].memory},
+        c->experts,
+        (int32_t)groups,
+        moe_f8_degree(&problem),
+        moe_f8_expected_of_size(&problem),
+    };
+    CHECK_CUDA(moe_sm90_f8_expect(on, &call));
+    CHECK_CUDA(cudaStreamSynchronize(on->stream));
+    for (int i = 0; i < 4; i++) {
+        int32_t *got = gpu_read(out[i].memory, out[i].bytes);
+        check(!memcmp(got, expected[i % 2], (size_t)count * 4), name, i < 2 ? "expected" : "largest");
+        check(!gpu_free(out[i]), name, "written outside");
+        free(got);
+    }
+    for (int i = 0; i < 5; i++) gpu_free(in[i]);
+    gpu_free(rows), free_plan(&p);
+    free(x_scale), free(do_scale), free(weight), free(group1), free(group2), free(expected[0]),
+        free(expected[1]);
 }
 
 /* ---- up ---- */
@@ -359,9 +439,16 @@ int main(void)
     static const shape shapes[] = {
         {256, 128, 5, 1, 0, SMOE_TYPE_BF16, 0, 5}, {144, 48, 4, 1, 1, SMOE_TYPE_BF16, 1, 2},
         {16, 16, 3, 0, 0, SMOE_TYPE_F32, 2, 1},    {272, 144, 3, 1, 1, SMOE_TYPE_F32, 0, 3},
-        {400, 336, 2, 1, 0, SMOE_TYPE_BF16, 0, 2},
+        {400, 336, 2, 1, 0, SMOE_TYPE_BF16, 0, 2}, {48, 576, 3, 1, 1, SMOE_TYPE_F16, 1, 2},
     };
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_weights(&on, &shapes[i]);
+    static const experts_case expects[] = {
+        /* several rounds of the threads, more groups than threads, experts without rows, none with rows */
+        {900, 4096, 272, 4, {70, 0, 5000, 1}, 1, 0, 0, 0, 0},
+        {50, 768, 131104, 2, {64, 0}, 0, 0, 0, 0, 0},
+        {0, 16, 16, 3, {0, 0, 0}, 1, 0, 0, 0, 0},
+    };
+    for (size_t i = 0; i < sizeof expects / sizeof *expects; i++) check_expect(&on, &expects[i]);
     static const experts_case ups[] = {
         /* wide and narrow tiles, with a gate and without; tiles of one step; the last three are promoted */
         {50, 272, 144, 3, {70, 0, 130}, 1, 1, 1, 0, 0}, {50, 144, 48, 3, {70, 1, 130}, 1, 0, 0, 0, 0},

@@ -59,11 +59,13 @@ static inline float *draw(int64_t count, int integers)
 /* The values as elements of a type. */
 static inline gpu_buffer upload(const float *values, int64_t count, smoe_type type)
 {
-    if (type == SMOE_TYPE_F32) return gpu_copy(values, (size_t)count * 4);
-    uint16_t *half = malloc((size_t)count * 2);
-    for (int64_t i = 0; i < count; i++) half[i] = (uint16_t)(moe_bits_of(values[i]) >> 16);
-    const gpu_buffer b = gpu_copy(half, (size_t)count * 2);
-    free(half);
+    const size_t bytes = (size_t)count * oracle_type_bytes(type);
+    double *wide = malloc((size_t)count * sizeof *wide);
+    for (int64_t i = 0; i < count; i++) wide[i] = (double)values[i];
+    void *elements = malloc(bytes);
+    oracle_store(elements, type, wide, (size_t)count);
+    const gpu_buffer b = gpu_copy(elements, bytes);
+    free(wide), free(elements);
     return b;
 }
 

@@ -20,7 +20,8 @@ typedef struct moe_f8_rows {
 } moe_f8_rows;
 
 /* moe_f8_weights.work, of an expert: the largest magnitudes of W1 and W2, how many of their tiles have been
- * read, and the call's counter of tiles, which is that of its first expert. */
+ * read, and the call's counter of tiles, which is that of its first expert. Behind it are the largest
+ * magnitudes of W1's groups, then of W2's. */
 typedef struct moe_f8_work {
     uint32_t amax[2], read[2], turn, unused[3];
 } moe_f8_work;
@@ -34,6 +35,19 @@ typedef struct moe_f8_quantized {
     int64_t first, count, hidden, intermediate, h_width;
     int interleaved; /* rows of w1 */
 } moe_f8_quantized;
+
+/* The expected exponents of the copies for dw (f8.h), before dh. C starts as what is expected. [0]: of dH_w,
+ * [1]: of A'_w. */
+typedef struct moe_f8_expect {
+    const float *x_scale, *do_scale;       /* (T) */
+    const int32_t *row_token;              /* (padded_rows) */
+    const float *row_weight;               /* (padded_rows) */
+    const int32_t *counts, *block_offsets; /* (experts), (experts + 1): the plan's */
+    const float *group1, *group2;          /* (experts, groups): moe_f8_weights */
+    int32_t *expected[2], *largest[2];     /* out: (experts, groups) */
+    int32_t experts, groups;               /* groups: of MOE_F8_DH_FEATURES */
+    int32_t degree, of_size;               /* moe_f8_degree, moe_f8_expected_of_size */
+} moe_f8_expect;
 
 /* up: x is X8, w1 is W1_8 with gate rows before up rows, a is A8; `interleaved` is the order of b1. Without
  * LoRA. */
@@ -61,15 +75,14 @@ typedef struct moe_f8_dw_rows {
 } moe_f8_dw_rows;
 
 /* dh: dout is dO8, w2 is W2_8 transposed (experts, intermediate, hidden), dh and a are in dtype. Without
- * LoRA.
- */
+ * LoRA. */
 typedef struct moe_f8_dh {
     moe_dh dh;
     const float *do_scale;    /* (T) */
     const float *w_scale;     /* (experts) */
     uint8_t *dh8;             /* out: (padded_rows, halves, intermediate), for dx_rows */
     float *dh_scale;          /* out: (padded_rows, ceil(n / 256)) */
-    moe_f8_dw_rows for_dw[2]; /* dH_w, A'_w; rows NULL, as in every layer yet: dh.dh and dh.a are written */
+    moe_f8_dw_rows for_dw[2]; /* dH_w, A'_w; rows NULL: dh.dh and dh.a are written instead */
 } moe_f8_dh;
 
 /* dx_rows: dh is dH8 with gate columns before up columns, w1 is W1_8 transposed (experts, hidden, halves x
@@ -92,6 +105,7 @@ typedef struct moe_f8_dw {
 typedef struct moe_f8_kernels {
     cudaError_t (*rows)(const moe_launch *on, const moe_f8_rows *rows);
     cudaError_t (*weights)(const moe_launch *on, const moe_f8_quantized *weights);
+    cudaError_t (*expect)(const moe_launch *on, const moe_f8_expect *expect);
     cudaError_t (*up)(moe_launch *on, const moe_f8_up *up);
     cudaError_t (*down)(moe_launch *on, const moe_f8_down *down);
     cudaError_t (*dh)(moe_launch *on, const moe_f8_dh *dh);

@@ -10,6 +10,7 @@ static int32_t weight_tiles(int32_t hidden, int32_t intermediate, int32_t halves
 const moe_f8_kernels moe_sm90_f8_kernels = {
     .rows = moe_sm90_f8_rows,
     .weights = moe_sm90_f8_weights,
+    .expect = moe_sm90_f8_expect,
     .up = moe_sm90_f8_up,
     .down = moe_sm90_f8_down,
     .dh = moe_sm90_f8_dh,

@@ -18,6 +18,7 @@ cudaError_t moe_sm90_f8_dw_init(const moe_device *device);
 
 cudaError_t moe_sm90_f8_rows(const moe_launch *on, const moe_f8_rows *rows);
 cudaError_t moe_sm90_f8_weights(const moe_launch *on, const moe_f8_quantized *weights);
+cudaError_t moe_sm90_f8_expect(const moe_launch *on, const moe_f8_expect *expect);
 cudaError_t moe_sm90_f8_up(moe_launch *on, const moe_f8_up *up);
 cudaError_t moe_sm90_f8_down(moe_launch *on, const moe_f8_down *down);
 cudaError_t moe_sm90_f8_dh(moe_launch *on, const moe_f8_dh *dh);

@@ -13,7 +13,8 @@
 // Tile: 128 rows of 256 bytes, in one of seven slots. CTAs claim the tiles of W1[0], W2[0], W1[1], ... in
 // this order from a counter. A CTA goes in steps. In a step it begins to load a tile, reads another one for
 // its largest magnitude, and quantises a third one, whose matrix has been read by all CTAs. One warp plans
-// the next step meanwhile. Another one adds to the matrix's largest magnitude and its count of read tiles.
+// the next step meanwhile. Another one adds to the largest magnitudes of the matrix and of its groups of 256
+// features (group1, group2 of f8.h), and to its count of read tiles.
 // A thread quantises four rows of 16 bytes: it stores each row's bytes, and the four bytes of each column to
 // shared memory, over the tile, from where they go to the transposed matrix.
 //
@@ -158,16 +159,17 @@ template <> struct chunk_of<float> {
 struct matrix {
     const void *from; // of the first expert
     uint8_t *to, *to_transposed;
-    float *scale;
+    float *scale, *group_scale;
     int rows, columns;
     int half; // rows 2 j and 2 j + 1 of `from` are rows j and half + j; 0: the same order
     int column_tiles, tiles;
 };
 
 struct weights_params {
-    matrix of[2]; // W1, W2
-    moe_f8_work *work;
-    int numbers; // matrices of all experts
+    matrix of[2];         // W1, W2
+    char *work;           // moe_f8_work and 2 x `groups` uint32_t for each expert
+    int numbers;          // matrices of all experts
+    int features, groups; // n, and its groups of 256
 };
 
 // The tile from (row, column) on of matrix `number`, which is of expert number / 2. slot: where it is in
@@ -184,13 +186,33 @@ struct step {
 };
 
 struct steps {
-    step of[2]; // even and odd ones
-    uint32_t amax[2];
+    step of[2];          // even and odd ones
+    uint32_t amax[2][2]; // of the tile that is read: of the first row's group, and of the other one
 };
 
 MOE_DEVICE int64_t expert_offset(const matrix &m, tile t)
 {
     return (int64_t)(t.number / 2) * m.rows * m.columns;
+}
+
+MOE_DEVICE moe_f8_work *work_of(const weights_params &p, int number)
+{
+    return (moe_f8_work *)(p.work + (int64_t)(number / 2) * moe_f8_work_bytes(p.groups));
+}
+
+// The largest magnitudes of the matrix's groups.
+MOE_DEVICE uint32_t *groups_of(const weights_params &p, int number)
+{
+    return (uint32_t *)(work_of(p, number) + 1) + (number & 1) * p.groups;
+}
+
+// Of row `row` of the tile: its group of features. A tile has rows of two groups at most, since groups begin
+// at row 256 i of the gate, which begins a tile, and at row 256 i of the up half. 16 rows have one group.
+MOE_DEVICE int group_of(const weights_params &p, tile t, int row)
+{
+    if (t.number & 1) return t.column / MOE_F8_DH_FEATURES;
+    const int feature = t.row + row < p.features ? t.row + row : t.row + row - p.features;
+    return feature / MOE_F8_DH_FEATURES;
 }
 
 // ---- The planner
@@ -219,7 +241,7 @@ MOE_DEVICE volatile int *first_bytes(const weights_params &p, tile t)
 // Whether all tiles of the matrix have been read; if so, its largest magnitude.
 MOE_DEVICE bool all_read(const weights_params &p, int number, uint32_t &amax)
 {
-    const moe_f8_work *work = p.work + number / 2;
+    const moe_f8_work *work = work_of(p, number);
     if (load_acquire_gpu(&work->read[number & 1]) != (uint32_t)p.of[number & 1].tiles) return false;
     amax = *(const volatile uint32_t *)&work->amax[number & 1];
     return true;
@@ -243,7 +265,7 @@ template <typename T> MOE_DEVICE void plan_steps(const weights_params &p, steps 
     int due = 0;
     put_aside aside = {0, -1, false, 0};
     const int first = p.of[0].tiles, pair = first + p.of[1].tiles;
-    int claimed = lane == 0 ? (int)add_one(&p.work->turn) : 0;
+    int claimed = lane == 0 ? (int)add_one(&work_of(p, 0)->turn) : 0;
     for (int i = 1;; i++) {
         step &to = s.of[i & 1];
         const int unit = __shfl_sync(~0u, claimed, 0), in_pair = unit % pair, second = in_pair >= first;
@@ -258,7 +280,7 @@ template <typename T> MOE_DEVICE void plan_steps(const weights_params &p, steps 
             amax = aside.amax;
         }
         if (slot >= 0 && again) aside.newest = *first_bytes(p, load);
-        if (slot >= 0 && !again && lane == 0) claimed = (int)add_one(&p.work->turn); // not awaited yet
+        if (slot >= 0 && !again && lane == 0) claimed = (int)add_one(&work_of(p, 0)->turn); // not awaited yet
         const bool reads = state == LOADING && due == i;
         const uint32_t reading = __ballot_sync(~0u, reads);
         if (reads) to.read = mine;
@@ -306,9 +328,12 @@ MOE_DEVICE void report(const weights_params &p, steps &s)
         if (now.last) return;
         __syncthreads();
         if (!reads || (threadIdx.x & 31)) continue;
-        moe_f8_work *work = p.work + number / 2;
-        atomicMax(&work->amax[number & 1], s.amax[i & 1]);
-        s.amax[i & 1] = 0;
+        moe_f8_work *work = work_of(p, number);
+        const uint32_t first = s.amax[i & 1][0], other = s.amax[i & 1][1];
+        atomicMax(&work->amax[number & 1], max(first, other));
+        atomicMax(groups_of(p, number) + group_of(p, now.read, 0), first);
+        if (other) atomicMax(groups_of(p, number) + group_of(p, now.read, ROWS - 1), other);
+        s.amax[i & 1][0] = s.amax[i & 1][1] = 0;
         add_one_release(&work->read[number & 1]);
     }
 }
@@ -335,14 +360,16 @@ template <typename T> MOE_DEVICE void load_tile(const weights_params &p, uint32_
         copy16_async_unhinted(memory + own_place(t.slot) + j * ROW_BYTES, from + j * next, inside ? 16 : 0);
 }
 
-template <typename T> MOE_DEVICE void read_tile(uint32_t memory, tile t, uint32_t *amax)
+template <typename T>
+MOE_DEVICE void read_tile(const weights_params &p, uint32_t memory, tile t, uint32_t (&amax)[2])
 {
     uint32_t largest = 0;
 #pragma unroll
     for (int j = 0; j < 4; j++)
         largest = chunk_of<T>::largest(largest, load_shared16(memory + own_place(t.slot) + j * ROW_BYTES));
     largest = __reduce_max_sync(~0u, chunk_of<T>::as_float(largest));
-    if ((threadIdx.x & 31) == 0) atomicMax(amax, largest);
+    const bool other = group_of(p, t, threadIdx.x / CHUNKS * 4) != group_of(p, t, 0);
+    if ((threadIdx.x & 31) == 0) atomicMax(amax + other, largest);
 }
 
 // Turns four rows of four bytes.
@@ -413,6 +440,16 @@ template <typename T> MOE_DEVICE void write_turned(const weights_params &p, uint
     }
 }
 
+// With the first tile of a matrix that has been read.
+MOE_DEVICE void write_scales(const weights_params &p, int number, uint32_t amax)
+{
+    const matrix &m = p.of[number & 1];
+    if (threadIdx.x == 0) m.scale[number / 2] = moe_f8_scale(amax);
+    const volatile uint32_t *of_groups = groups_of(p, number);
+    for (int g = threadIdx.x; g < p.groups; g += WORKERS)
+        m.group_scale[(int64_t)(number / 2) * p.groups + g] = moe_f8_scale(of_groups[g]);
+}
+
 template <typename T> MOE_DEVICE void work(const weights_params &p, uint32_t memory, steps &s)
 {
     for (int i = 0;; i++) {
@@ -426,12 +463,11 @@ template <typename T> MOE_DEVICE void work(const weights_params &p, uint32_t mem
         commit_copies();
         if (writes) store_turned<T>(memory, now.write, turned);
         wait_copies<IN_FLIGHT>();
-        if (now.read.slot >= 0) read_tile<T>(memory, now.read, &s.amax[i & 1]);
+        if (now.read.slot >= 0) read_tile<T>(p, memory, now.read, s.amax[i & 1]);
         __syncthreads();
         if (!writes) continue;
         write_turned<T>(p, memory, now.write);
-        if (now.write.row + now.write.column == 0 && threadIdx.x == 0)
-            p.of[now.write.number & 1].scale[now.write.number / 2] = moe_f8_scale(now.amax);
+        if (now.write.row + now.write.column == 0) write_scales(p, now.write.number, now.amax);
     }
 }
 
@@ -442,7 +478,7 @@ __global__ void __launch_bounds__(THREADS, 1) quantize_weights(const __grid_cons
     __shared__ steps s;
     if (threadIdx.x < 2) {
         s.of[threadIdx.x] = {{-1}, {-1}, {-1}, 0, 0};
-        s.amax[threadIdx.x] = 0;
+        s.amax[threadIdx.x][0] = s.amax[threadIdx.x][1] = 0;
     }
     __syncthreads();
     if (warp_number() == PLANNER)
@@ -454,23 +490,26 @@ __global__ void __launch_bounds__(THREADS, 1) quantize_weights(const __grid_cons
 }
 
 template <typename T>
-matrix matrix_of(const void *from, uint8_t *to, uint8_t *to_transposed, float *scale, int64_t rows,
-                 int64_t columns, int64_t half)
+matrix matrix_of(const void *from, uint8_t *to, uint8_t *to_transposed, float *scale, float *group_scale,
+                 int64_t rows, int64_t columns, int64_t half)
 {
     const int64_t tiles = moe_divide_up(columns, chunk_of<T>::TILE_COLUMNS);
-    return {from,      to,         to_transposed,
-            scale,     (int)rows,  (int)columns,
-            (int)half, (int)tiles, (int)(tiles * moe_divide_up(rows, ROWS))};
+    return {from,      to,           to_transposed, scale,      group_scale,
+            (int)rows, (int)columns, (int)half,     (int)tiles, (int)(tiles * moe_divide_up(rows, ROWS))};
 }
 
 template <typename T> weights_params prepare(const moe_f8_quantized &q)
 {
     const int64_t d = q.hidden, n = q.intermediate, w1 = q.first * q.h_width * d, w2 = q.first * d * n;
-    return {{matrix_of<T>(q.w1, q.to.w1 + w1, q.to.w1_t + w1, q.to.scale1 + q.first, q.h_width, d,
-                          q.interleaved ? n : 0),
-             matrix_of<T>(q.w2, q.to.w2 + w2, q.to.w2_t + w2, q.to.scale2 + q.first, d, n, 0)},
-            (moe_f8_work *)q.to.work + q.first,
-            2 * (int)q.count};
+    const int64_t groups = moe_f8_groups(n, MOE_F8_DH_FEATURES), group = q.first * groups;
+    return {{matrix_of<T>(q.w1, q.to.w1 + w1, q.to.w1_t + w1, q.to.scale1 + q.first, q.to.group1 + group,
+                          q.h_width, d, q.interleaved ? n : 0),
+             matrix_of<T>(q.w2, q.to.w2 + w2, q.to.w2_t + w2, q.to.scale2 + q.first, q.to.group2 + group, d,
+                          n, 0)},
+            (char *)q.to.work + q.first * moe_f8_work_bytes(groups),
+            2 * (int)q.count,
+            (int)n,
+            (int)groups};
 }
 
 using weight_types = type_list<float, __nv_bfloat16, __half>;
@@ -502,8 +541,9 @@ extern "C" cudaError_t moe_sm90_f8_weights(const moe_launch *on, const moe_f8_qu
 {
     using namespace moe;
     if (!q->count) return cudaSuccess;
-    moe_f8_work *work = (moe_f8_work *)q->to.work + q->first;
-    const cudaError_t status = cudaMemsetAsync(work, 0, sizeof *work * (size_t)q->count, on->stream);
+    const int64_t bytes = moe_f8_work_bytes(moe_f8_groups(q->intermediate, MOE_F8_DH_FEATURES));
+    const cudaError_t status =
+        cudaMemsetAsync((char *)q->to.work + q->first * bytes, 0, (size_t)(q->count * bytes), on->stream);
     if (status != cudaSuccess) return status;
     return for_type(weight_types(), q->type, [&](auto t) {
         using T = typename decltype(t)::type;
