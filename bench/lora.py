@@ -25,7 +25,7 @@ import smoe.transformers  # noqa: F401  registers "smoe"
 
 import peft
 import smoe.peft
-from comparison.tuning import compile_side_by_side
+from comparison.tuning import tune_fast
 from peft.tuners.lora.layer import ParamWrapper
 from transformers import OlmoeConfig, Qwen3MoeConfig
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts, OlmoeForCausalLM
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--model-tokens", type=int, default=4096)
     parser.add_argument("--context", type=int, default=2048)
     options = parser.parse_args()
-    compile_side_by_side()  # axolotl's kernel has 84 configurations
+    tune_fast()  # axolotl's kernel has 84 configurations
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     if options.device == "cuda":
         print(torch.cuda.get_device_name(), torch.__version__, "peft", peft.__version__, flush=True)

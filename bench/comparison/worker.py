@@ -40,7 +40,7 @@ def version_of(package):
 class Worker:
     def __init__(self, send):
         self.send, self.jobs, self.inputs, self.clock, self.device = send, {}, None, None, ""
-        self.shapes_seen = 0
+        self.shapes_seen, self.tuned = 0, {}
 
     # ---- commands ----
 
@@ -52,7 +52,7 @@ class Worker:
         name = torch.cuda.get_device_name() if device == "cuda" else f"CPU {platform.machine()}"
         if device == "cuda":
             torch.zeros(1, device="cuda")
-            tuning.compile_side_by_side()
+            self.tuned = tuning.tune_fast()
         return {"device": name, "peers": {peer: self._load(peer) for peer in peers}}
 
     def _load(self, name):
@@ -89,6 +89,7 @@ class Worker:
             jobs, factor = implementation.jobs(self.inputs)
             self._add(name, {key: job for key, job in jobs.items() if key in passes})
             return {"factor": factor}
+        self.tuned.clear()
         measured = Measured(implementation, self.inputs, part)
         first, out, gradients = measured.first_call(self.clock)
         implementation.check_code()
@@ -104,7 +105,7 @@ class Worker:
             "peak_bytes": peak,
             "new_t_s": new_t_seconds(implementation, self.inputs, part, self.clock) if new_t else None,
             "w1_layout": implementation.w1_layout,
-        }
+        } | ({"triton_tuning": dict(self.tuned)} if self.tuned else {})
 
     def _add(self, name, jobs):
         self.jobs |= {f"{name} {key}": job for key, job in jobs.items()}

@@ -1,7 +1,10 @@
 """What bench/peers.py measures, without a GPU: inputs, errors against fp64, times, the whole step."""
 
 import argparse
+import collections
 import contextlib
+import functools
+import math
 import os
 import sys
 import threading
@@ -241,6 +244,17 @@ def test_a_round_times_the_backward_in_both(tiny):
     assert all(0 < times[f"{peer} backward"] < times[f"{peer} both"] for peer in ("loop", "cublas"))
 
 
+def test_a_record_says_how_many_configurations_were_tuned_for_it(tiny, monkeypatch):
+    asked = worker.Worker(lambda message: None)
+    asked.hello("cpu", ["loop"])
+    asked.tuned = collections.Counter(configurations=99)  # of another layer
+    tunes = lambda: asked.tuned.update(configurations=9, finalists=3)
+    for check, expected in ((tunes, {"configurations": 9, "finalists": 3}), (lambda: None, None)):
+        monkeypatch.setattr(implementations.ALL["loop"], "check_code", check)
+        found = asked.prepare(list(TINY), "experts", "random", "f32", 0, ["forward"], False, ["loop"])["measured"]["loop"]
+        assert "failed" not in found and found.get("triton_tuning") == expected
+
+
 def test_times_are_medians_over_rounds():
     rounds = [{"x forward": f, "x both": b, "y forward": 9.0} for f, b in ((1.0, 3.0), (9.0, 4.0), (2.0, 5.0))]
     assert run.times_of(rounds, "x") == {"forward_ms": 2.0, "both_ms": 4.0, "backward_ms": 2.0}
@@ -278,67 +292,138 @@ def test_every_layer_of_the_step_differentiates():
     assert step.step_flops(model, parameters) == 6 * 32 * (parameters - idle + 16 * 32)
 
 
+class PretendedTriton:
+    """Triton's autotuner with `count` configurations, of which each takes ms[i] to run. `log` tells what happens; a compilation
+    waits until all are under way."""
+
+    def __init__(self, monkeypatch, ms, threads):
+        owner, self.log, self.warmed, self.ms, self.now = self, [], threading.Barrier(len(ms), timeout=60), ms, 0.0
+
+        class Kernel:
+            def warmup(self, x, *, grid, block):
+                owner.mode.append_job(lambda: (owner.warmed.wait(), owner.log.append(("compiled", x, grid, block))))
+
+        class Config:
+            pre_hook = None
+
+            def __init__(self, block):
+                self.block = block
+
+            def all_kwargs(self):
+                return {"block": self.block}
+
+        class Autotuner:
+            configs, fn = [Config(block) for block in range(len(ms))], Kernel()
+
+            @functools.cached_property
+            def do_bench(self):
+                return lambda call, quantiles: [owner.log.append(("in full", call())) or 1.0] * 3
+
+            def _bench(self, x, *, config, grid, warmup):
+                assert (x, grid, warmup) == (7, (1,), False)
+
+                def call():
+                    owner.now += ms[config.block]
+                    return config.block
+
+                return self.do_bench(call, quantiles=(0.5, 0.2, 0.8)) if ms[config.block] < math.inf else [math.inf] * 3
+
+            def prune_configs(self, kwargs):
+                return self.configs
+
+            def run(self, x, **kwargs):
+                self.nargs = {"x": x}
+                configs = self.prune_configs(kwargs)
+                if not kwargs["warmup"]:
+                    self.timings = {config.block: self._bench(x, config=config, **kwargs)[0] for config in configs}
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = owner.now
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        class AsyncCompileMode:
+            def __init__(self, executor, *, ignore_errors):
+                assert ignore_errors
+                self.executor, self.jobs = executor, []
+
+            def append_job(self, job):
+                self.jobs.append(self.executor.submit(job))
+
+            def __enter__(self):
+                owner.mode = self
+
+            def __exit__(self, *_):
+                for job in self.jobs:
+                    job.result()
+
+        active = SimpleNamespace(
+            get_device_interface=lambda: SimpleNamespace(Event=Event, synchronize=lambda: None),
+            get_empty_cache_for_benchmark=lambda: "cache",
+            clear_cache=lambda cache: self.log.append(("cleared", cache)),
+        )
+        self.Autotuner = Autotuner
+        runtime = SimpleNamespace(driver=SimpleNamespace(active=active))
+        monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(AsyncCompileMode=AsyncCompileMode))
+        monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
+        monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", SimpleNamespace(Autotuner=Autotuner))
+        monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda _: range(threads))
+
+
 def test_configurations_are_compiled_side_by_side_before_one_is_timed(monkeypatch):
-    """With a pretended Triton: each compilation waits until all are under way."""
-    count, log, warmed = 4, [], threading.Barrier(4, timeout=60)
+    count = 4
+    triton = PretendedTriton(monkeypatch, [1.0] * count, count)
+    counted = tuning.tune_fast()
+    assert tuning.tune_fast() is counted  # of no effect
+    triton.Autotuner().run(7, grid=(1,), warmup=False)
+    assert sorted(triton.log[:count]) == [("compiled", 7, (1,), block) for block in range(count)]
+    assert triton.log[count:] == [("in full", block) for block in range(count)]
+    triton.Autotuner().run(7, grid=(1,), warmup=True)  # the caller compiles
+    assert len(triton.log) == 2 * count and counted == {"configurations": count, "finalists": count}
 
-    class Kernel:
-        def warmup(self, x, *, grid, block):
-            mode.append_job(lambda: (warmed.wait(), log.append(("compiled", x, grid, block))))
 
-    class Config:
-        pre_hook = None
+def test_the_tuner_times_only_the_fastest_of_a_long_list(monkeypatch):
+    ms = [9.0, 5.0, math.inf, *(6.0 + i / 100 for i in range(tuning.FINALISTS)), 6.3, 5.1]
+    triton = PretendedTriton(monkeypatch, ms, len(ms))
+    counted, tuner = tuning.tune_fast(), triton.Autotuner()
+    tuner.run(7, grid=(1,), warmup=False)
+    expected = sorted((block for block in range(len(ms)) if ms[block] <= tuning.CLOSE * 5.0), key=ms.__getitem__)
+    assert len(expected) > tuning.FINALISTS and list(tuner.timings) == expected[: tuning.FINALISTS]
+    assert [block for what, *block in triton.log if what == "in full"] == [[block] for block in tuner.timings]
+    assert counted == {"configurations": len(ms), "finalists": tuning.FINALISTS}
 
-        def __init__(self, block):
-            self.block = block
+    slow = PretendedTriton(monkeypatch, [1.0, *[2.0] * 8], 9)  # the only one that is fast
+    tuning.tune_fast()
+    slow.Autotuner().run(7, grid=(1,), warmup=False)
+    assert [entry for entry in slow.log if entry[0] == "in full"] == [("in full", 0)]
 
-        def all_kwargs(self):
-            return {"block": self.block}
+    none = PretendedTriton(monkeypatch, [math.inf] * 9, 9)  # the tuner must meet that itself
+    tuning.tune_fast()
+    tuner = none.Autotuner()
+    tuner.run(7, grid=(1,), warmup=False)
+    assert len(tuner.timings) == tuning.FINALISTS
 
-    class Autotuner:
-        configs, fn = [Config(block) for block in range(count)], Kernel()
 
-        def prune_configs(self, kwargs):
-            return self.configs
+def test_a_brief_timing_runs_a_slow_kernel_twice_and_a_fast_one_more_often(monkeypatch):
+    for ms, runs in ((20.0, 2), (2.0, 5), (1e-5, 17)):
+        triton, calls = PretendedTriton(monkeypatch, [ms], 1), []
 
-        def run(self, x, **kwargs):
-            self.nargs = {"x": x}
-            for config in self.prune_configs(kwargs):
-                log.append(("timed", config.block))
+        def call(triton=triton, calls=calls, ms=ms):
+            calls.append(ms)
+            triton.now += 100 * ms if len(calls) == 1 else ms  # loading the code
 
-    class AsyncCompileMode:
-        def __init__(self, executor, *, ignore_errors):
-            assert ignore_errors
-            self.executor, self.jobs = executor, []
-
-        def append_job(self, job):
-            self.jobs.append(self.executor.submit(job))
-
-        def __enter__(self):
-            nonlocal mode
-            mode = self
-
-        def __exit__(self, *_):
-            for job in self.jobs:
-                job.result()
-
-    mode = None
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(AsyncCompileMode=AsyncCompileMode))
-    monkeypatch.setitem(sys.modules, "triton.runtime", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", SimpleNamespace(Autotuner=Autotuner))
-    monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda _: range(count))
-    tuning.compile_side_by_side()
-    tuning.compile_side_by_side()  # of no effect
-    Autotuner().run(7, grid=(1,), warmup=False)
-    assert sorted(log[:count]) == [("compiled", 7, (1,), block) for block in range(count)]
-    assert log[count:] == [("timed", block) for block in range(count)]
-    Autotuner().run(7, grid=(1,), warmup=True)  # the caller compiles
-    assert len(log) == 3 * count and log[-count:] == log[count : 2 * count]
+        assert tuning.briefly(sys.modules["triton.runtime"].driver.active)(call) == [pytest.approx(ms)]
+        assert len(calls) == runs and triton.log == [("cleared", "cache")] * (runs - 1)
 
 
 def test_without_a_triton_that_compiles_in_threads_nothing_changes(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
-    tuning.compile_side_by_side()
+    assert not tuning.tune_fast()
 
 
 def test_the_cause_of_an_error_is_named():
