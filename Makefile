@@ -1,6 +1,7 @@
 # The short way to everything; CMake does the work.
 BUILD ?= build
-JOBS  ?= $(shell nproc)
+# nproc obeys OpenMP's variables
+JOBS  ?= $(shell env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
 
 all: $(BUILD)/CMakeCache.txt
 	cmake --build $(BUILD) -j$(JOBS)

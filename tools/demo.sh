@@ -11,7 +11,7 @@ tools/install_packages.sh build-essential cmake pkg-config libopenblas-dev libja
 native=$build/native
 mkdir -p "$native"
 if ! { cmake -S . -B "$native" -DCMAKE_BUILD_TYPE=Release -DSMOE_NATIVE=ON -DSMOE_TESTS=OFF -DSMOE_CUDA=OFF &&
-    cmake --build "$native" -j"$(nproc)"; } >"$native/build.log" 2>&1; then
+    cmake --build "$native" -j"$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)"; } >"$native/build.log" 2>&1; then
     tail -n 40 "$native/build.log"
     exit 3
 fi

@@ -5,7 +5,7 @@
 set -u
 cd "$(dirname "$0")/.." || exit 3
 build=${1:-build}
-jobs=$(nproc)
+jobs=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which obeys them
 tools/install_packages.sh build-essential cmake pkg-config libopenblas-dev libjansson-dev libcmocka-dev zlib1g-dev \
     gnuplot-nox clang libclang-rt-14-dev libomp-dev python3 python3-venv || exit 3
 

@@ -1,6 +1,5 @@
 #!/bin/sh
-# Tests tools/report.sh with invented records, and tools/gpu.sh and tools/variants.sh with scripts in place of the programs that
-# they run.
+# Tests tools/report.sh with invented records, and the other tools with scripts in place of the programs that they run.
 set -u
 tools=$(cd "$(dirname "$0")/../../tools" && pwd)
 here=$(cd "$(dirname "$0")" && pwd)
@@ -123,6 +122,25 @@ run 1 route sms
 untimed "== route: FAILED (exit 124)"
 untimed "no time left for $folder/bin/cuda_check_sms"
 
+# ---- test.sh, demo.sh, make ----
+
+# OMP_NUM_THREADS is about a program's threads, not about the number of jobs.
+fakes=$folder/fakes
+mkdir -p "$fakes"
+# shellcheck disable=SC2016 # their own variables
+printf '#!/bin/sh\necho "${OMP_NUM_THREADS:-${OMP_THREAD_LIMIT:-7}}"\n' >"$fakes/nproc"
+# shellcheck disable=SC2016
+printf '#!/bin/sh\ncase "$*" in --build*) echo "$*" | grep -o -e "-j[0-9]*" >>"%s/jobs"; exit 1 ;; esac\n' "$folder" >"$fakes/cmake"
+printf '#!/bin/sh\necho install ok installed\n' >"$fakes/dpkg-query"
+printf '#!/bin/sh\nexit 1\n' >"$fakes/python3"
+chmod +x "$fakes"/*
+for each in "tools/test.sh $folder/built" "tools/demo.sh $folder/built" "make BUILD=$folder/built"; do
+    : >"$folder/jobs"
+    # shellcheck disable=SC2086 # two words
+    (cd "$tools/.." && unset MAKEFLAGS JOBS && OMP_NUM_THREADS=1 OMP_THREAD_LIMIT=1 PATH=$fakes:$PATH $each) >"$folder/run.txt" 2>&1
+    [ "$(sort -u "$folder/jobs")" = -j7 ] || { echo "$each: '$(sort -u "$folder/jobs")' instead of -j7"; wrong=1; }
+done
+
 # ---- variants.sh ----
 
 pack=$folder/variants
@@ -152,5 +170,5 @@ variant base 1
 "$tools/variants.sh" run "$pack" 2 30B-n256 >"$folder/variants.txt"
 expect_status "variants.sh without a base" $? 1
 
-[ $wrong -eq 0 ] && echo "report.sh, gpu.sh and variants.sh do what they say"
+[ $wrong -eq 0 ] && echo "the tools do what they say"
 exit $wrong
