@@ -33,7 +33,7 @@ def tiny(name, dtype=torch.float32, seed=0, **more):
 
 
 def tokens(rows=3, length=20, seed=1):
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def step(model, implementation, compiled=None):
