@@ -6,10 +6,10 @@ from .tables import BASE, MIB, best, geometric_mean, grouped, mean_of, ratio
 
 NAMES = {"sonicmoe": "SonicMoE", "scattermoe": "ScatterMoE", "momoe": "MoMoE", "grouped_mm": "torch's grouped_mm",
          "transformers": "Transformers, grouped_mm", "deepgemm": "DeepGEMM", "smoe-portable": "smoe, portable",
-         "scattermoe-mma": "ScatterMoE by mma.sync", "momoe-mma": "MoMoE by mma.sync", "cublas": "cuBLAS, the GEMMs alone",
-         BASE: BASE}  # fmt: skip
-OTHERS = ("scattermoe", "momoe", "grouped_mm", "transformers", "deepgemm", "smoe-portable", "scattermoe-mma", "momoe-mma",
-          "cublas")  # fmt: skip
+         "scattermoe-mma": "ScatterMoE by mma.sync", "momoe-mma": "MoMoE by mma.sync", "liger": "Liger",
+         "liger-mma": "Liger by mma.sync", "cublas": "cuBLAS, the GEMMs alone", BASE: BASE}  # fmt: skip
+OTHERS = ("scattermoe", "momoe", "liger", "grouped_mm", "transformers", "deepgemm", "smoe-portable", "scattermoe-mma",
+          "momoe-mma", "liger-mma", "cublas")  # fmt: skip
 PASSES = ("forward", "backward", "both")
 BY_LAYER = ("paper", "models")  # suites whose layers have rows of their own
 ENOUGH = 0.75  # of the most layers that a commit has of a suite: newer ones with fewer are not shown
