@@ -23,6 +23,7 @@ written, or smoe itself failed at a layer (the other layers are measured).
 import argparse
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -331,4 +332,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: ends the measuring processes
     sys.exit(main())

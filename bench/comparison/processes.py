@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -50,6 +51,7 @@ class Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=self.environment,
+                start_new_session=True,  # for kill
             )
         except OSError as error:
             raise Failed(f"{self.python}: {error.strerror}") from None
@@ -62,6 +64,13 @@ class Process:
             self.child.stdin.flush()
         except OSError:
             raise self._died() from None
+        try:
+            return self._answer(limit, deadline, begins)
+        except KeyboardInterrupt:  # the process has not got the signal
+            self.kill()
+            raise
+
+    def _answer(self, limit, deadline, begins):
         while (line := self._line(limit, deadline)) is not None:
             message = json.loads(line)
             if "done" in message:
@@ -82,7 +91,7 @@ class Process:
             ended = self.child.poll() is not None
             left = min(late, deadline) - time.monotonic()
             if left <= 0 and not ended:
-                self.child.kill()
+                self.kill()
                 raise TimeUp(self.at or "torch") if deadline <= late else Died(self.at, f"no answer within {limit:g} s")
             if select.select([self.child.stdout], [], [], 0 if ended else min(left, 1))[0]:
                 more = os.read(self.child.stdout.fileno(), 65536)
@@ -105,9 +114,17 @@ class Process:
         try:
             self.child.wait(30)
         except subprocess.TimeoutExpired:
-            self.child.kill()
-            self.child.wait()
+            pass
+        self.kill()
+        self.child.wait()
         self.child = None
+
+    def kill(self):
+        """Ends the process and all that it has started."""
+        try:
+            os.killpg(self.child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # they have ended
 
 
 def group(peers, pythons, base, environment):

@@ -253,7 +253,7 @@ def test_without_smoe_nothing_is_measured(pretend):
         pretend("--peers", "sonicmoe")
 
 
-def test_a_process_that_ends_is_seen_while_its_child_lives(monkeypatch, tmp_path):
+def test_a_process_that_ends_is_seen_while_its_child_lives_which_ends_with_it(monkeypatch, tmp_path):
     script = tmp_path / "ends.py"
     script.write_text(
         'import subprocess, sys\nsys.stdin.readline()\nprint(\'{"at": "momoe"}\', flush=True)\n'
@@ -264,9 +264,14 @@ def test_a_process_that_ends_is_seen_while_its_child_lives(monkeypatch, tmp_path
     process.start()
     with pytest.raises(processes.Died, match="status 7") as died:
         process.ask("prepare")
-    process.stop()
     assert died.value.peer == "momoe"
-    os.kill(int((tmp_path / "ends.py.child").read_text()), signal.SIGKILL)  # an error if it has ended
+    state = Path("/proc", (tmp_path / "ends.py.child").read_text(), "stat")
+    assert " S " in state.read_text()  # sleeps
+    process.stop()
+    late = time.monotonic() + 60
+    while state.exists() and " Z " not in state.read_text():
+        assert time.monotonic() < late
+        time.sleep(0.05)
 
 
 def test_a_process_that_does_not_answer_is_ended(monkeypatch, tmp_path):
@@ -288,6 +293,11 @@ def test_a_process_that_does_not_answer_is_ended(monkeypatch, tmp_path):
             process.ask("prepare", **arguments)
         assert getattr(raised.value, "peer", "momoe") == "momoe" and process.child.wait(60) == -signal.SIGKILL
         process.stop()
+    process.start()
+    with pytest.raises(KeyboardInterrupt):
+        process.ask("hello", begins=lambda _: signal.raise_signal(signal.SIGINT))
+    assert process.child.wait(60) == -signal.SIGKILL
+    process.stop()
 
 
 def test_a_layer_that_smoe_cannot_measure_ends_with_status_3(pretend, monkeypatch, capsys):
@@ -491,7 +501,7 @@ def test_tables_are_in_the_order_of_the_shapes():
 
 
 def test_an_interrupted_run_keeps_its_records(tmp_path):
-    """Ctrl-C reaches the program and its measuring processes. No traceback; the same command then goes on."""
+    """As by timeout(1), which sends SIGTERM, or Ctrl-C. No traceback; the same command then goes on."""
     path, log = tmp_path / "peers.jsonl", tmp_path / "log"
     tiny = "--device cpu --dtype f32 --peers loop --settle 0 --timed 0 --shape-seconds".split()
     line = [sys.executable, str(ROOT / "bench/peers.py"), "--records", str(path), *tiny]
@@ -499,7 +509,7 @@ def test_an_interrupted_run_keeps_its_records(tmp_path):
         running = subprocess.Popen([*line, "10"], stderr=errors, stdout=errors, start_new_session=True)
         while "peers: tiny-b" not in log.read_text() and running.poll() is None:
             time.sleep(0.05)
-        os.killpg(running.pid, signal.SIGINT)
+        os.killpg(running.pid, signal.SIGTERM)
         assert running.wait(600) == 130
     said = log.read_text()
     assert "interrupted; the same command goes on" in said and "Traceback" not in said, said
