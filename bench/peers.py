@@ -104,7 +104,7 @@ def parser():
     add("--settle", type=float, help=f"seconds that a job runs untimed in its turn ({records.SETTLE_S:g}); each value has "
         "tables of its own")  # fmt: skip
     add("--timed", type=float, default=0.06, help="seconds that it is then timed (0.06)")
-    add("--seconds", type=float, default=float("inf"), help="stop after this many seconds, before a layer's turns begin")
+    add("--seconds", type=float, default=float("inf"), help="stop after this many seconds; a layer that is then measured gets no record")
     add("--peer-seconds", type=float, default=600.0, help="leave an implementation out that takes longer than this to load, to be "
         "prepared for a layer, or for a turn (600)")  # fmt: skip
     group = made.add_argument_group("records and output")

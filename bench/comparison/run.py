@@ -106,7 +106,7 @@ class Run:
         return NEW_TUNING if tuning else {}
 
     def _ask(self, process, do, more=0.0, **arguments):
-        """Sends a command other than turns. It ends at the deadline, or if an implementation takes --peer-seconds and `more`."""
+        """Sends a command. It ends at the deadline, or if an implementation takes --peer-seconds and `more`."""
         return process.ask(do, limit=self.options.peer_seconds + more, deadline=self.deadline, **arguments)
 
     def _hello(self, process):
@@ -154,7 +154,7 @@ class Run:
                 if self._measure_tuning(tuning):
                     return True
             except TimeUp as late:
-                say(f"time was up while {late} was loaded or prepared")
+                say(f"time was up while {late} was loaded, prepared or measured")
                 return True
             finally:
                 self.stop()
@@ -253,9 +253,7 @@ class Run:
     def _round(self, process, index, rounds, found):
         o = self.options
         try:
-            answer = process.ask(
-                "round", limit=o.peer_seconds, index=index, layer=self.layer, settle_s=o.settle, timed_s=o.timed
-            )
+            answer = self._ask(process, "round", index=index, layer=self.layer, settle_s=o.settle, timed_s=o.timed)
             rounds.append(answer["times"])
             return True
         except Died as died:
@@ -267,9 +265,7 @@ class Run:
         rounds = []
         try:
             for index in range(self.options.least_rounds if self.options.kernels else 0):
-                answer = process.ask(
-                    "kernels", limit=self.options.peer_seconds, index=index, layer=self.layer, settle_s=self.options.settle
-                )
+                answer = self._ask(process, "kernels", index=index, layer=self.layer, settle_s=self.options.settle)
                 rounds.append(answer["kernels"])
         except Died as died:
             self._leave_out(process, died, found)

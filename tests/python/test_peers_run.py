@@ -185,7 +185,23 @@ def test_time_is_up_while_a_layer_is_prepared(pretend, monkeypatch, capsys):
     assert late and found[-1]["peer"] == "scattermoe" and found[-1]["failed"] == "its process ended with status 70"
     said = capsys.readouterr().err
     assert "  sonicmoe is prepared\n" in said and "seconds of preparing: smoe 0.0, sonicmoe 0.0\n" in said
-    assert "time was up while sonicmoe was loaded or prepared\n" in said
+    assert "time was up while sonicmoe was loaded, prepared or measured\n" in said
+
+
+def test_time_is_up_during_a_layers_turns(pretend, monkeypatch):
+    real = Pretended.ask
+
+    def ask(self, do, **arguments):
+        if do == until and [do for do, _ in self.log].count("prepare") == 2:
+            assert 0 < arguments["deadline"] - time.monotonic() < 1000
+            raise processes.TimeUp("sonicmoe")
+        return real(self, do, **arguments)
+
+    monkeypatch.setattr(Pretended, "ask", ask)
+    for until in ("round", "kernels"):
+        Pretended.log.clear()
+        late, found = pretend("--peers", "sonicmoe", "--seconds", "1000", "--kernels", "--again")
+        assert late and {r["shape"] for r in found} == {"tiny-a"}
 
 
 def test_a_peer_that_cannot_be_loaded_leaves_the_others(pretend, capsys):
