@@ -113,11 +113,12 @@ MOE_DEVICE float (&rows_of(float (&acc)[128], int half))[64]
 // acc = the consumer's rows times the tile's columns: 64 rows times 256 columns, or 64 times 128 if acc has
 // 64 elements; TALL: 128 rows times 128 columns, the first 64 rows first. One group of wgmma stays in flight
 // while the warp waits for the next slot. Then the warp has finished with the slot before it and calls
-// done(slot). COPIED: A was written by cp.async. steps >= 1.
+// done(slot). COPIED: A was written by cp.async. steps >= 1. LOW, with LoRA: `rank` more columns of K follow,
+// in steps of their own, of which only what is not zero is multiplied.
 template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR, bool TALL = false,
-          int SUMS, int COUNT, class Done>
+          bool LOW = false, int SUMS, int COUNT, class Done>
 MOE_DEVICE void multiply(float (&acc)[SUMS], ring_position<COUNT> &ring, const ring_layout<COUNT> &shared,
-                         int steps, int consumer, const Done &done)
+                         int steps, int consumer, const Done &done, int rank = 0)
 {
     uint32_t previous = 0;
     for (int k = 0; k < steps; k++) {
@@ -151,6 +152,25 @@ MOE_DEVICE void multiply(float (&acc)[SUMS], ring_position<COUNT> &ring, const r
         previous = ring.slot;
         ring.advance();
     }
+    if constexpr (LOW)
+        for (; rank > 0; rank -= STEP) {
+            barrier_wait(shared.full(ring.slot), ring.phase);
+            if (COPIED) fence_async_proxy();
+            const uint32_t a = descriptor_address(shared.slot(ring.slot) + consumer * MOE_SUBTILE_BYTES);
+            const uint32_t b = descriptor_address(shared.slot(ring.slot) + A_BYTES);
+            pin(acc);
+            wgmma_fence();
+#pragma unroll 1
+            for (int j = 0; j < STEP / 16 && j * 16 < rank; j++)
+                tensor_core<T>::template multiply<A, B>(acc, descriptor<A>(a + descriptor_step<A>() * j),
+                                                        descriptor<B>(b + descriptor_step<B>() * j), 1);
+            wgmma_commit();
+            pin(acc);
+            wgmma_wait<1>();
+            done(previous);
+            previous = ring.slot;
+            ring.advance();
+        }
     wgmma_wait<0>();
     pin(acc);
     done(previous);

@@ -106,7 +106,11 @@ MOE_DEVICE void multiply_tiles(const P &p, const shared_layout &shared, feed ite
             pass_over(ring, shared, steps, done);
             continue;
         }
-        multiply<T, false, K_MAJOR, operands<P>::WEIGHTS>(acc, ring, shared, steps, consumer, done);
+        if constexpr (operands<P>::LOW_RANK)
+            multiply<T, false, K_MAJOR, operands<P>::WEIGHTS, false, true>(
+                acc, ring, shared, operands<P>::plain::steps(p), consumer, done, p.rank);
+        else
+            multiply<T, false, K_MAJOR, operands<P>::WEIGHTS>(acc, ring, shared, steps, consumer, done);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             [[maybe_unused]] const int column = item.column * TILE_COLUMNS + half * 128;

@@ -60,7 +60,7 @@ namespace
 
 using namespace dh_kernel;
 
-template <typename T> struct plain_dh {
+template <typename T, bool LORA> struct plain_dh {
     using params = dh_params;
     using storage = T;
     enum { TOKENS_KEPT = 0 };
@@ -87,10 +87,14 @@ template <typename T> struct plain_dh {
 
     template <width W, int SUMS, class Done>
     static MOE_DEVICE row_factors multiply(float (&acc)[SUMS], ring_position<dh_layout<W>::RING_SLOTS> &ring,
-                                           const dh_params &, const dh_layout<W> &shared, int steps, moe_work,
-                                           int, int warp, int, const Done &done)
+                                           const dh_params &p, const dh_layout<W> &shared, int steps,
+                                           moe_work, int, int warp, int, const Done &done)
     {
-        gemm_cooperative::multiply<T, true, K_MAJOR, MN_MAJOR>(acc, ring, shared, steps, warp >> 2, done);
+        if constexpr (LORA)
+            gemm_cooperative::multiply<T, true, K_MAJOR, MN_MAJOR, false, true>(
+                acc, ring, shared, steps_of_k(p), warp >> 2, done, p.rank);
+        else
+            gemm_cooperative::multiply<T, true, K_MAJOR, MN_MAJOR>(acc, ring, shared, steps, warp >> 2, done);
         return {1.0f, 1.0f};
     }
 
@@ -114,10 +118,10 @@ __global__ void __launch_bounds__(THREADS, 1) dh(const __grid_constant__ dh_para
     const tile_walk walk(p.lists.tiles, p.lists.counts, (p.intermediate + TILE_COLUMNS - 1) / TILE_COLUMNS);
     if (warp >= 8) {
         give_registers<120>();
-        work_tiles<plain_dh<T>, W>(p, walk, shared, warp - 8, lane);
+        work_tiles<plain_dh<T, LORA>, W>(p, walk, shared, warp - 8, lane);
     } else {
         take_registers<192>();
-        multiply_tiles<plain_dh<T>, W, LORA>(p, walk, shared, warp, lane);
+        multiply_tiles<plain_dh<T, LORA>, W, LORA>(p, walk, shared, warp, lane);
     }
 }
 

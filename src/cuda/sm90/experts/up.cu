@@ -99,7 +99,8 @@ MOE_DEVICE void store_tiles(const up_params &p, const work_queue &queue, const l
     if (lane == 0) wait_stores_done();
 }
 
-template <typename T, bool NARROW>
+// steps: of K, without those of LoRA.
+template <typename T, bool NARROW, bool LORA>
 MOE_DEVICE void multiply_tiles(const up_params &p, const layout<NARROW> &shared, feed items, int steps,
                                int consumer, int lane)
 {
@@ -112,10 +113,10 @@ MOE_DEVICE void multiply_tiles(const up_params &p, const layout<NARROW> &shared,
         if (!item.exists()) break;
         const moe_work tile = item.tile;
         if (consumer >= moe_work_blocks(tile)) {
-            pass_over(ring, shared, steps, done);
+            pass_over(ring, shared, LORA ? items.steps : steps, done);
             continue;
         }
-        multiply<T, true>(acc, ring, shared, steps, consumer, done);
+        multiply<T, true, K_MAJOR, K_MAJOR, false, LORA>(acc, ring, shared, steps, consumer, done, p.rank);
 #pragma unroll
         for (int half = 0; half < halves_of<NARROW>(); half++) {
             if (p.bias) add_bias<T>(acc + half * 64, p, moe_work_expert(tile), item.column, half, lane);
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(THREADS, 1) up(const __grid_constant__ up_para
             store_tiles<T, NARROW>(p, queue, shared, items, warp - 10, lane);
     } else {
         take_registers<216>();
-        multiply_tiles<T, NARROW>(p, shared, items, steps, warp >> 2, lane);
+        multiply_tiles<T, NARROW, LORA>(p, shared, items, steps_of_k, warp >> 2, lane);
     }
 }
 
