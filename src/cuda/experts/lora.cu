@@ -14,7 +14,9 @@
 //
 // Tile of project: a row tile of the work list by 16, 32 or 64 columns of P; a CTA has four warps of 32 rows.
 // Tile of sum: 128 columns of M by 16, 32 or 64 of P, over all rows of an expert; a CTA has four warps of 32
-// columns. Both multiply with mma.sync what cp.async copies to three slots in shared memory.
+// columns. One launch has the tiles of two gradients, dA2 and dB2 or dA1 and dB1. Both kernels multiply with
+// mma.sync what cp.async copies to three slots in shared memory. Rows in shared memory are swizzled rather
+// than padded, so that with ranks to 16 an SM has room for four CTAs of sum.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"
@@ -33,14 +35,25 @@ enum {
     SLOTS = 3,
     ROWS = MOE_TILE_BLOCKS * MOE_BLOCK_ROWS, // of a tile of project
     COLUMNS = 128,                           // of a tile of sum
-    WIDE_PITCH = COLUMNS * 2 + 16,           // bytes; 16 more, so that ldmatrix reads different banks
+    WIDE_PITCH = COLUMNS * 2,                // bytes
     ROW_VECTORS = STEP / 8
 };
 
-// Rows of `RANK` elements, in vectors of 16 bytes.
+// Rows of `RANK` elements, in vectors of 16 bytes. ldmatrix reads a vector of eight rows; the swizzle puts
+// them into different banks.
 template <int RANK> struct narrow_rows {
-    enum { PITCH = RANK * 2 + 16, VECTORS = RANK / 8, BYTES = STEP * PITCH };
+    enum { PITCH = RANK * 2, VECTORS = RANK / 8, ROWS_OF_BANKS = 8 / VECTORS, BYTES = STEP * PITCH };
+    static MOE_DEVICE uint32_t offset(uint32_t row, uint32_t vector)
+    {
+        return row * PITCH + ((vector ^ (row / ROWS_OF_BANKS & (VECTORS - 1))) << 4);
+    }
 };
+
+// The same for rows of COLUMNS elements.
+MOE_DEVICE uint32_t wide_offset(uint32_t row, uint32_t vector)
+{
+    return row * WIDE_PITCH + ((vector ^ (row & 7)) << 4);
+}
 
 // Adds the products of all steps to c; a slot is filled while those of earlier steps are multiplied.
 template <typename WORK, typename SUMS>
@@ -87,7 +100,7 @@ MOE_DEVICE void copy_factor(const moe_cuda_project &p, int expert, int first, in
         for (int i = threadIdx.x; i < STEP * narrow_rows<RANK>::VECTORS; i += THREADS) {
             const int row = i / narrow_rows<RANK>::VECTORS, vector = i % narrow_rows<RANK>::VECTORS;
             const bool real = k + row < p.width && first + vector * 8 < p.rank;
-            copy16_async_if(real, to + row * narrow_rows<RANK>::PITCH + vector * 16,
+            copy16_async_if(real, to + narrow_rows<RANK>::offset(row, vector),
                             real ? factor + ((int64_t)(k + row) * p.rank + first + vector * 8) * 2 : factor);
         }
 }
@@ -100,8 +113,8 @@ MOE_DEVICE void load_factor(uint32_t (&f)[4], uint32_t from, int j, int kk, int 
         load_matrices(
             f, from + moe_subtile_offset(j * 16 + (lane & 7) + (lane >> 4) * 8, kk * 2 + (lane >> 3 & 1)));
     else
-        load_matrices_transposed(f, from + (kk * 16 + (lane & 15)) * narrow_rows<RANK>::PITCH +
-                                        (j * 2 + (lane >> 4)) * 16);
+        load_matrices_transposed(
+            f, from + narrow_rows<RANK>::offset(kk * 16 + (lane & 15), j * 2 + (lane >> 4)));
 }
 
 template <typename T, int RANK, bool RANK_MAJOR> struct projector {
@@ -188,19 +201,10 @@ template <typename T, int RANK, bool RANK_MAJOR> struct projector {
     }
 };
 
-// CTAs an SM, as many as shared memory has room for; 0: any. For 10.0 ptxas by itself takes 96 registers, and
-// spills.
-constexpr int least_ctas()
-{
-#if __CUDA_ARCH__ == 1000
-    return 3;
-#else
-    return 0;
-#endif
-}
-
+// Three CTAs an SM: with larger ranks shared memory has no room for more. Without the bound ptxas takes 96
+// registers for some instances, and spills.
 template <typename T, int RANK, bool RANK_MAJOR>
-__global__ void __launch_bounds__(THREADS, least_ctas()) project(const moe_cuda_project p)
+__global__ void __launch_bounds__(THREADS, 3) project(const moe_cuda_project p)
 {
     extern __shared__ __align__(1024) char memory[];
     const int tiles = __ldg(p.tile_count);
@@ -213,6 +217,12 @@ __global__ void __launch_bounds__(THREADS, least_ctas()) project(const moe_cuda_
 }
 
 // ---- sum
+
+// Column tiles; none if the gradient is not wanted.
+__host__ MOE_DEVICE int sum_tiles(const moe_cuda_low_sum &s)
+{
+    return s.gradient ? (s.width + COLUMNS - 1) / COLUMNS : 0;
+}
 
 template <int RANK> struct sum_shared {
     enum {
@@ -235,6 +245,7 @@ template <typename T, typename G, int RANK> struct summer {
     };
     static_assert((int)VECTORS == 16 && (int)COPIES == 8, "half a warp copies the same eight rows");
     static_assert((int)LOW_COPIES * (int)LOW_APART == (int)STEP, "whole rows of P");
+    const moe_cuda_low_sums &all;
     const moe_cuda_low_sum &p;
     const uint32_t base;
     const int expert, column, first; // column: of M; first: of P
@@ -254,14 +265,14 @@ template <typename T, typename G, int RANK> struct summer {
         const int vector = threadIdx.x % VECTORS;
         from = (const char *)p.rows + (column + vector * 8 < p.width ? (column + vector * 8) * 2 : 0);
         const int64_t low_row = row0 + threadIdx.x / LOW_VECTORS;
-        low_from = (const char *)p.low + (low_row * p.rank + first + threadIdx.x % LOW_VECTORS * 8) * 2;
+        low_from = (const char *)p.low + (low_row * all.rank + first + threadIdx.x % LOW_VECTORS * 8) * 2;
         read_token(0);
     }
     // Called for one step after the other.
     MOE_DEVICE void copy(int step)
     {
         const uint32_t slot = base + step % SLOTS * shared::SLOT, row_bytes = (uint32_t)p.width * 2;
-        const uint32_t to = slot + threadIdx.x / VECTORS * WIDE_PITCH + threadIdx.x % VECTORS * 16;
+        const uint32_t to = slot + wide_offset(threadIdx.x / VECTORS, threadIdx.x % VECTORS);
         const bool inside = column + (int)(threadIdx.x % VECTORS) * 8 < p.width;
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
@@ -270,13 +281,12 @@ template <typename T, typename G, int RANK> struct summer {
                             from + (uint64_t)(uint32_t)max(row, 0) * row_bytes);
         }
         const int at = threadIdx.x / LOW_VECTORS, vector = threadIdx.x % LOW_VECTORS;
-        const bool real = first + vector * 8 < p.rank;
+        const bool real = first + vector * 8 < all.rank;
 #pragma unroll
         for (int i = 0; i < LOW_COPIES; i++)
-            copy16_async_if(
-                real, slot + shared::LOW + (at + i * LOW_APART) * narrow_rows<RANK>::PITCH + vector * 16,
-                real ? low_from + i * LOW_APART * p.rank * 2 : (const char *)p.low);
-        low_from += STEP * 2 * (int64_t)p.rank;
+            copy16_async_if(real, slot + shared::LOW + narrow_rows<RANK>::offset(at + i * LOW_APART, vector),
+                            real ? low_from + i * LOW_APART * all.rank * 2 : (const char *)p.low);
+        low_from += STEP * 2 * (int64_t)all.rank;
         if (p.row_weight && threadIdx.x < STEP / 4)
             copy16_async_if(true, slot + shared::WEIGHTS + threadIdx.x * 16,
                             (const char *)(p.row_weight + row0 + step * STEP + threadIdx.x * 4));
@@ -296,15 +306,15 @@ template <typename T, typename G, int RANK> struct summer {
             uint32_t b[2][4];
 #pragma unroll
             for (int n = 0; n < 2; n++)
-                load_matrices_transposed(b[n], slot + (kk * 16 + (lane & 15)) * WIDE_PITCH +
-                                                   (warp * 32 + n * 16 + (lane >> 4) * 8) * 2);
+                load_matrices_transposed(
+                    b[n], slot + wide_offset(kk * 16 + (lane & 15), warp * 4 + n * 2 + (lane >> 4)));
 #pragma unroll
             for (int j = 0; j < RANK / 16; j++) {
                 uint32_t a[4];
-                load_matrices_transposed(a, slot + shared::LOW +
-                                                (kk * 16 + (lane & 7) + (lane >> 4) * 8) *
-                                                    narrow_rows<RANK>::PITCH +
-                                                (j * 2 + (lane >> 3 & 1)) * 16);
+                load_matrices_transposed(a,
+                                         slot + shared::LOW +
+                                             narrow_rows<RANK>::offset(kk * 16 + (lane & 7) + (lane >> 4) * 8,
+                                                                       j * 2 + (lane >> 3 & 1)));
                 if (p.row_weight) {
                     const uint32_t at = slot + shared::WEIGHTS + (kk * 16 + (lane & 3) * 2) * 4;
                     a[0] = weigh(a[0], at), a[1] = weigh(a[1], at);
@@ -320,15 +330,15 @@ template <typename T, typename G, int RANK> struct summer {
     }
     MOE_DEVICE void give_element(int rank, int at, float sum) const
     {
-        if (rank >= p.rank || at >= p.width) return;
-        const int64_t inside = p.rank_major ? (int64_t)rank * p.width + at : (int64_t)at * p.rank + rank;
-        give((G *)p.gradient + (int64_t)expert * p.rank * p.width + inside, sum, p.accumulate);
+        if (rank >= all.rank || at >= p.width) return;
+        const int64_t inside = p.rank_major ? (int64_t)rank * p.width + at : (int64_t)at * all.rank + rank;
+        give((G *)p.gradient + (int64_t)expert * all.rank * p.width + inside, sum, all.accumulate);
     }
     MOE_DEVICE void run(int warp, int lane)
     {
-        steps = p.block_offsets[expert + 1] - p.block_offsets[expert]; // a block each
-        if (p.accumulate && steps == 0) return;
-        row0 = (int64_t)p.block_offsets[expert] * MOE_BLOCK_ROWS;
+        steps = all.block_offsets[expert + 1] - all.block_offsets[expert]; // a block each
+        if (all.accumulate && steps == 0) return;
+        row0 = (int64_t)all.block_offsets[expert] * MOE_BLOCK_ROWS;
         float c[RANK / 16][4][4] = {};
         if (steps) begin();
         multiply_steps(*this, c, steps, warp, lane);
@@ -346,13 +356,16 @@ template <typename T, typename G, int RANK> struct summer {
 static_assert((int)STEP == (int)MOE_BLOCK_ROWS, "a step is a block");
 
 template <typename T, typename G, int RANK>
-__global__ void __launch_bounds__(THREADS) low_sum(const moe_cuda_low_sum p)
+__global__ void __launch_bounds__(THREADS) low_sum(const __grid_constant__ moe_cuda_low_sums p)
 {
     extern __shared__ __align__(1024) char memory[];
+    const int tiles_a = sum_tiles(p.a), tile = blockIdx.x;
+    const bool is_a = tile < tiles_a;
     summer<T, G, RANK> one = {p,
+                              is_a ? p.a : p.b,
                               shared_address(memory),
                               p.order[blockIdx.y],
-                              (int)blockIdx.x * COLUMNS,
+                              (is_a ? tile : tile - tiles_a) * COLUMNS,
                               (int)blockIdx.z * RANK,
                               0,
                               0,
@@ -385,9 +398,9 @@ cudaError_t launch_project(const moe_launch *on, const moe_cuda_project &p)
 }
 
 template <typename T, typename G, int RANK>
-cudaError_t launch_sum(const moe_launch *on, const moe_cuda_low_sum &p)
+cudaError_t launch_sums(const moe_launch *on, const moe_cuda_low_sums &p)
 {
-    const dim3 grid((unsigned)moe_divide_up(p.width, COLUMNS), (unsigned)p.experts,
+    const dim3 grid((unsigned)(sum_tiles(p.a) + sum_tiles(p.b)), (unsigned)p.experts,
                     (unsigned)moe_divide_up(p.rank, RANK));
     return enqueue(low_sum<T, G, RANK>, grid, THREADS, sum_shared<RANK>::BYTES, on->stream, p);
 }
@@ -429,7 +442,7 @@ extern "C" cudaError_t moe_cuda_project_launch(const moe_launch *on, const moe_c
     });
 }
 
-extern "C" cudaError_t moe_cuda_low_sum_launch(const moe_launch *on, const moe_cuda_low_sum *p,
+extern "C" cudaError_t moe_cuda_low_sum_launch(const moe_launch *on, const moe_cuda_low_sums *p,
                                                smoe_type gradient_type)
 {
     using namespace moe;
@@ -437,7 +450,7 @@ extern "C" cudaError_t moe_cuda_low_sum_launch(const moe_launch *on, const moe_c
         using T = typename decltype(t)::type;
         return for_type(gradient_types<T>(), gradient_type, [&](auto g) {
             using G = typename decltype(g)::type;
-            return for_rank(p->rank, [&](auto r) { return launch_sum<T, G, decltype(r)::VALUE>(on, *p); });
+            return for_rank(p->rank, [&](auto r) { return launch_sums<T, G, decltype(r)::VALUE>(on, *p); });
         });
     });
 }

@@ -21,20 +21,26 @@ typedef struct moe_cuda_project {
     int32_t width, rank, rank_major;
 } moe_cuda_project;
 
-/* gradient[e] = sum over the rows r of e of rows[r] and row_weight[r] low[r]. */
+/* gradient[e] = sum over the rows r of e of rows[r] and row_weight[r] low[r]. NULL: not wanted. */
 typedef struct moe_cuda_low_sum {
     const void *rows; /* as in moe_cuda_project */
     const int32_t *row_token;
     const void *low;         /* (padded_rows, rank) */
     const float *row_weight; /* (padded_rows), or NULL: all are 1 */
     void *gradient;          /* (experts, rank, width) if rank_major, else (experts, width, rank) */
-    const int32_t *block_offsets, *order;
-    int32_t width, rank, rank_major, experts, accumulate;
+    int32_t width, rank_major;
 } moe_cuda_low_sum;
+
+/* The sums of one launch; one of them at least is wanted. */
+typedef struct moe_cuda_low_sums {
+    moe_cuda_low_sum a, b;
+    const int32_t *block_offsets, *order;
+    int32_t rank, experts, accumulate;
+} moe_cuda_low_sums;
 
 cudaError_t moe_cuda_lora_init(const moe_device *device);
 cudaError_t moe_cuda_project_launch(const moe_launch *on, const moe_cuda_project *project);
-cudaError_t moe_cuda_low_sum_launch(const moe_launch *on, const moe_cuda_low_sum *sum,
+cudaError_t moe_cuda_low_sum_launch(const moe_launch *on, const moe_cuda_low_sums *sums,
                                     smoe_type gradient_type);
 
 #ifdef __cplusplus

@@ -68,16 +68,21 @@ static cudaError_t run_q1(const backward_call *c)
     return project(&c->on, c->problem, c->lists.tiles, c->lists.counts, q1);
 }
 
-/* A gradient of a factor, if it is wanted. */
-static cudaError_t sum(const backward_call *c, moe_cuda_low_sum s)
+/* Those of the gradients of a pair of factors that are wanted. */
+static cudaError_t run_sums(const backward_call *c, int rank, moe_cuda_low_sum a, moe_cuda_low_sum b)
 {
     const smoe_layer *layer = &c->problem->layer;
-    if (!s.gradient) return cudaSuccess;
-    s.block_offsets = c->plan->block_offsets;
-    s.order = c->plan->order;
-    s.experts = (int32_t)layer->experts;
-    s.accumulate = layer->accumulate;
-    return moe_cuda_low_sum_launch(&c->on, &s, layer->gradient_type);
+    const moe_cuda_low_sums sums = {
+        .a = a,
+        .b = b,
+        .block_offsets = c->plan->block_offsets,
+        .order = c->plan->order,
+        .rank = rank,
+        .experts = (int32_t)layer->experts,
+        .accumulate = layer->accumulate,
+    };
+    return a.gradient || b.gradient ? moe_cuda_low_sum_launch(&c->on, &sums, layer->gradient_type)
+                                    : cudaSuccess;
 }
 
 cudaError_t moe_cuda_lora_gradients2(const backward_call *c)
@@ -88,7 +93,6 @@ cudaError_t moe_cuda_lora_gradients2(const backward_call *c)
         .low = c->scratch + c->at.q2,
         .gradient = c->args->dlora_a2,
         .width = (int32_t)layer->intermediate,
-        .rank = layer->lora_rank2,
         .rank_major = 1,
     };
     const moe_cuda_low_sum b2 = {
@@ -98,10 +102,8 @@ cudaError_t moe_cuda_lora_gradients2(const backward_call *c)
         .row_weight = c->plan->row_weight,
         .gradient = c->args->dlora_b2,
         .width = (int32_t)layer->hidden,
-        .rank = layer->lora_rank2,
     };
-    const cudaError_t status = sum(c, a2);
-    return status == cudaSuccess ? sum(c, b2) : status;
+    return run_sums(c, layer->lora_rank2, a2, b2);
 }
 
 int moe_cuda_wants_lora1(const backward_call *c)
@@ -118,7 +120,6 @@ cudaError_t moe_cuda_lora1(const backward_call *c)
         .low = c->scratch + c->at.q1,
         .gradient = c->args->dlora_a1,
         .width = (int32_t)layer->hidden,
-        .rank = layer->lora_rank1,
         .rank_major = 1,
     };
     const moe_cuda_low_sum b1 = {
@@ -126,10 +127,8 @@ cudaError_t moe_cuda_lora1(const backward_call *c)
         .low = c->plan->p1,
         .gradient = c->args->dlora_b1,
         .width = (int32_t)c->problem->h_width,
-        .rank = layer->lora_rank1,
     };
     cudaError_t status = cudaSuccess;
     if (c->args->dx || a1.gradient) status = run_q1(c);
-    if (status == cudaSuccess) status = sum(c, a1);
-    return status == cudaSuccess ? sum(c, b1) : status;
+    return status == cudaSuccess ? run_sums(c, layer->lora_rank1, a1, b1) : status;
 }
