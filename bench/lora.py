@@ -9,7 +9,8 @@ frozen and adapters of PEFT on gate_up_proj and down_proj; and tokens/s of a who
     peft-grouped_mm PEFT's own way with Transformers' grouped_mm
     axolotl         ScatterMoE's parallel linear with LoRA, as axolotl calls it; needs its package scattermoe_lora
 
-They run in turns. The errors are those against the smoe row: of the output and of the adapters' gradients.
+They run in turns. "graph" is the GPU's time alone, for the first two: a CUDA graph of both passes is replayed. The errors are those
+against the smoe row: of the output and of the adapters' gradients.
 """
 
 import argparse
@@ -149,6 +150,22 @@ class Clock:
         return start.elapsed_time(end)
 
 
+def graph_of(case: Case, label: str) -> torch.cuda.CUDAGraph:
+    """Both passes, recorded after calls that allocate what later ones keep."""
+    run, side = case.implementations()[label], torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            case.prepare(label)
+            run().backward(case.dout)
+    torch.cuda.current_stream().wait_stream(side)
+    case.prepare(label)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run().backward(case.dout)
+    return graph
+
+
 def memory(case: Case, label: str, cuda: bool) -> tuple[float, float]:
     """MiB kept from forward to backward, and the peak of both passes above what was there before."""
     case.prepare(label)
@@ -178,11 +195,11 @@ def error(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
 def measure(name: str, options: argparse.Namespace, dtype: torch.dtype) -> list[dict]:
     case = Case(name, options.tokens, options.rank, options.device, dtype)
     clock, exact, rows = Clock(options.device), None, {}
-    everything = case.implementations()
+    everything, graphs = case.implementations(), {}
     for label in everything:
         if label not in options.implementations:
             continue
-        row = {"layer": name, "implementation": label, "tokens": options.tokens, "rank": options.rank, "ms": [], "forward_ms": [], "ahead_ms": []}
+        row = {"layer": name, "implementation": label, "tokens": options.tokens, "rank": options.rank, "ms": [], "forward_ms": [], "ahead_ms": [], "graph_ms": []}
         try:
             start = time.perf_counter()
             found = results(case, label)
@@ -192,6 +209,8 @@ def measure(name: str, options: argparse.Namespace, dtype: torch.dtype) -> list[
             row["first_call_s"] = time.perf_counter() - start
             row["kept_mib"], row["peak_mib"] = memory(case, label, clock.cuda)
             rows[label] = row
+            if clock.cuda and label in ("frozen", "smoe"):
+                graphs[label] = graph_of(case, label)
         except Exception as reason:  # a peer that is not there, or does not fit
             print(f"{name} {label}: {type(reason).__name__}: {str(reason)[:300]}", flush=True)
     deadline = time.perf_counter() + options.seconds
@@ -206,12 +225,15 @@ def measure(name: str, options: argparse.Namespace, dtype: torch.dtype) -> list[
             del out
             case.prepare(label)
             row["ahead_ms"].append(clock.time(lambda: forward().backward(case.dout), ahead=True))
+            if label in graphs:
+                row["graph_ms"].append(clock.time(graphs[label].replay, ahead=True))
     for row in rows.values():
         row["runs"] = len(row["ms"])
-        for name in ("ms", "forward_ms", "ahead_ms"):
-            row[name] = statistics.median(row[name])
-    for row in rows.values():
+        for name in ("ms", "forward_ms", "ahead_ms", "graph_ms"):
+            row[name] = statistics.median(row[name]) if row[name] else None
+    for label, row in rows.items():
         row["of_frozen"] = row["ms"] / rows["frozen"]["ms"] if "frozen" in rows else None
+        row["graph_of_frozen"] = row["graph_ms"] / rows["frozen"]["graph_ms"] if {label, "frozen"} <= graphs.keys() else None
     return list(rows.values())
 
 
@@ -262,9 +284,10 @@ def show(rows: list[dict]) -> None:
             print(f"{row['model']:18} {row['implementation']:16} {row['ms']:9.1f} ms {row['tokens_s']:10.0f} tokens/s  peak {row['peak_gib']:.1f} GiB", flush=True)
             continue
         of = f"{row['of_frozen']:.3f}" if row["of_frozen"] else "-"
+        graph = f" graph {row['graph_ms']:.3f} ms, of frozen {row['graph_of_frozen']:.4f}" if row["graph_of_frozen"] else ""
         off = f"{row['error']:.1e}" if row["error"] is not None else "-"
         print(
-            f"{row['layer']:6} {row['implementation']:16} {row['ms']:9.3f} ms (forward {row['forward_ms']:7.3f}, host ahead {row['ahead_ms']:7.3f}) of frozen {of:6} "
+            f"{row['layer']:6} {row['implementation']:16} {row['ms']:9.3f} ms (forward {row['forward_ms']:7.3f}, host ahead {row['ahead_ms']:7.3f}) of frozen {of:6}{graph} "
             f"kept {row['kept_mib']:7.0f} MiB peak {row['peak_mib']:7.0f} MiB error {off} first {row['first_call_s']:.1f} s, "
             f"{row['runs']} runs", flush=True,
         )  # fmt: skip
