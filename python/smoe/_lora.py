@@ -57,6 +57,11 @@ class _Side(NamedTuple):
     scalings: tuple[float, ...]
     interleaved: bool  # the rows of w1 and of an adapter's b; the library's B1 has the gate rows first
 
+    @property
+    def rank(self) -> int:
+        """The library's, a multiple of 8."""
+        return (sum(self.ranks) + 7) // 8 * 8
+
     def part(self, factor: Tensor, dim: int, i: int) -> Tensor:
         """Of a factor for all adapters, or its gradient: what belongs to adapter i. dim: that of the ranks."""
         if self.ranks[i] == factor.shape[dim]:
@@ -74,10 +79,9 @@ def _pair(side: _Side, given: Sequence[Tensor], dtype: torch.dtype) -> tuple[Ten
     to a multiple of 8 with zeros. The second contains the scalings. One kernel for each factor of an adapter."""
     if not given:
         return None, None
-    (a, b), total = given[:2], sum(side.ranks)
-    if side.scalings == (1,) and total % 8 == 0 and a.dtype == b.dtype == dtype and not side.interleaved:
+    (a, b), total, rank = given[:2], sum(side.ranks), side.rank
+    if side.scalings == (1,) and total == rank and a.dtype == b.dtype == dtype and not side.interleaved:
         return a.contiguous(), b.contiguous()
-    rank = total + -total % 8
     made_a = a.new_empty((a.shape[0], rank, a.shape[2]), dtype=dtype)
     made_b = b.new_empty((b.shape[0], b.shape[1], rank), dtype=dtype)
     if rank > total:
@@ -91,31 +95,25 @@ def _pair(side: _Side, given: Sequence[Tensor], dtype: torch.dtype) -> tuple[Ten
     return made_a, made_b
 
 
-class _Cast(torch.autograd.Function):
-    """The library's factors A1, B1, A2, B2 from those of the adapters."""
+def _by_adapter(sides: Sequence[_Side], given: Sequence[Any]) -> list[list[Any]]:
+    """Of a1, b1, a2, b2: what is given for each adapter."""
+    first = 2 * len(sides[0].ranks)
+    return [list(part[i::2]) for part in (given[:first], given[first:]) for i in (0, 1)]
 
-    @staticmethod
-    def forward(ctx, dtype, sides, *given):
-        """sides: beside w1 and beside w2; given: a and b of each adapter in this order."""
-        ctx.set_materialize_grads(False)
-        ctx.sides, ctx.given = sides, [(factor.dtype, factor.stride()) for factor in given]
-        needs, first = ctx.needs_input_grad[2:], 2 * len(sides[0].ranks)
-        made = *_pair(sides[0], given[:first], dtype), *_pair(sides[1], given[first:], dtype)
-        needed = [needs[0:first:2], needs[1:first:2], needs[first::2], needs[first + 1 :: 2]]
-        ctx.mark_non_differentiable(*[one for one, any_of in zip(made, needed) if one is not None and not any(any_of)])
-        return made
 
-    @staticmethod
-    def backward(ctx, *gradients):
-        found, given = [], iter(ctx.given)
-        for side, da, db in zip(ctx.sides, gradients[::2], gradients[1::2]):
-            for i, scaling in enumerate(side.scalings):
-                (of_a, _), of_b = next(given), next(given)
-                a, b = ctx.needs_input_grad[len(found) + 2 : len(found) + 4]
-                found.append(side.part(da, 1, i).to(of_a) if a and da is not None else None)
-                b = b and db is not None
-                found.append(_gradient_b(side.part(db, 2, i), side.interleaved, scaling, *of_b) if b else None)
-        return None, None, *found
+def _gradients(
+    sides: Sequence[_Side], given: Sequence[tuple[torch.dtype, tuple[int, ...]]], needs: Sequence[bool],
+    gradients: Sequence[Tensor | None],
+) -> list[Tensor | None]:  # fmt: skip
+    """Of the adapters' a and b, whose dtypes and strides are given, from those of A1, B1, A2, B2."""
+    found, given = [], iter(given)
+    for side, da, db in zip(sides, gradients[::2], gradients[1::2]):
+        for i, scaling in enumerate(side.scalings):
+            (of_a, _), of_b = next(given), next(given)
+            a, b = needs[len(found) : len(found) + 2]
+            found.append(side.part(da, 1, i).to(of_a) if a else None)
+            found.append(_gradient_b(side.part(db, 2, i), side.interleaved, scaling, *of_b) if b else None)
+    return found
 
 
 def _gradient_b(part: Tensor, interleaved: bool, scaling: float, dtype: torch.dtype, strides: tuple[int, ...]) -> Tensor:
@@ -124,8 +122,9 @@ def _gradient_b(part: Tensor, interleaved: bool, scaling: float, dtype: torch.dt
     order = sorted(range(3), key=strides.__getitem__, reverse=True)
     made = torch.empty([part.shape[i] for i in order], dtype=dtype, device=part.device)
     made = made.permute([order.index(i) for i in range(3)])
-    (made.unflatten(1, (-1, 2)) if interleaved else made).copy_(_by_feature(part) if interleaved else part)
-    return made if scaling == 1 else made.mul_(scaling)
+    part = part.to(torch.promote_types(part.dtype, dtype))  # the product's type
+    torch.mul(_by_feature(part) if interleaved else part, scaling, out=made.unflatten(1, (-1, 2)) if interleaved else made)
+    return made
 
 
 def _kept(a: Tensor, dropout: float) -> Tensor:
@@ -149,8 +148,8 @@ def _check_pair(function: str, names: tuple[str, str], a: Any, b: Any, experts: 
 
 def factors(
     function: str, lora: LoRA | Sequence[LoRA], x: Tensor, w1: Tensor, w2: Tensor, layout: str
-) -> tuple[Tensor | None, ...]:
-    """The library's A1, B1, A2, B2 for an adapter or several."""
+) -> tuple[tuple[_Side, _Side], list[Tensor]]:
+    """What stands beside w1 and w2, and a and b of each adapter in this order."""
     adapters = [lora] if isinstance(lora, LoRA) else list(lora)
     first, second = [], []
     for adapter in adapters:
@@ -173,10 +172,9 @@ def factors(
     sides = []
     for name, pairs, interleaved in (("lora.a1", first, layout == "interleaved"), ("lora.a2", second, False)):
         sides.append(_Side(tuple([a.shape[1] for a, _, _ in pairs]), tuple([one[2] for one in pairs]), interleaved))
-        total = sum(sides[-1].ranks)
-        if total + -total % 8 > _checks.MAX_LORA_RANK:
-            raise ValueError(f"{function}: the ranks of {name} sum to {total}; expected {_checks.MAX_LORA_RANK} at most")
-    return _Cast.apply(x.dtype, sides, *[factor for a, b, _ in first + second for factor in (a, b)])
+        if sides[-1].rank > _checks.MAX_LORA_RANK:
+            raise ValueError(f"{function}: the ranks of {name} sum to {sum(sides[-1].ranks)}; expected {_checks.MAX_LORA_RANK} at most")
+    return tuple(sides), [factor for a, b, _ in first + second for factor in (a, b)]
 
 
 # ---- calls of the library ----
@@ -186,6 +184,8 @@ class _Spec(NamedTuple):
     """What a call needs besides its tensors."""
 
     record: Record
+    sides: tuple[_Side, _Side]
+    gradients: torch.dtype  # of the library's factors
     step: int = 0
     balance_coefficient: float = 0.0
     z_coefficient: float = 0.0
@@ -196,12 +196,18 @@ class _Spec(NamedTuple):
 _remembered = functools.lru_cache(maxsize=1024, typed=True)(record_of)
 
 
-def _record(function: str, x: Tensor, w2: Tensor, a1: Tensor | None, a2: Tensor | None, **fields: Any) -> Record:
+def _gradients_type(x: Tensor, weights: Sequence[Tensor | None], adapters: Sequence[Tensor]) -> torch.dtype:
+    """float32 where an adapter has it: the sums need no rounding, and no cast follows. The library has one type for these
+    gradients and those of the weights, which have x's."""
+    fixed = not any(weight is not None and weight.requires_grad for weight in weights)
+    return torch.float32 if fixed and any(factor.dtype == torch.float32 for factor in adapters) else x.dtype
+
+
+def _record(function: str, x: Tensor, w2: Tensor, sides: tuple[_Side, _Side], gradients: torch.dtype, **fields: Any) -> Record:
     """The layer's record. It takes 50 us to make, and the GPU waits for it."""
     experts, hidden, intermediate = w2.shape
-    code = TYPE_CODES[x.dtype]
-    fields |= dict(hidden=hidden, intermediate=intermediate, experts=experts, dtype=code, gradient_type=code)
-    fields |= dict(lora_rank1=0 if a1 is None else a1.shape[1], lora_rank2=0 if a2 is None else a2.shape[1])
+    fields |= dict(hidden=hidden, intermediate=intermediate, experts=experts, dtype=TYPE_CODES[x.dtype])
+    fields |= dict(gradient_type=TYPE_CODES[gradients], lora_rank1=sides[0].rank, lora_rank2=sides[1].rank)
     try:
         return _remembered(function, **fields)
     except TypeError:  # a wrong value, which may have no hash
@@ -264,7 +270,7 @@ def _run_backward(
     """The gradients of the inputs whose names are in `wanted`."""
     given = {name: _aligned(tensor) for name, tensor in given.items()}
     x = given["x"]
-    gradients = {name: torch.empty_like(given[name]) for name in wanted}
+    gradients = {name: torch.empty_like(given[name], dtype=spec.gradients if name in _LORA else None) for name in wanted}
     if x.shape[0] == 0:
         return {name: gradient.zero_() for name, gradient in gradients.items()}
     context = context_of(x)
@@ -281,14 +287,25 @@ def _run_backward(
     return gradients
 
 
-_NAMES = "x topk_ids topk_weights logits selection_bias token_mask w1 b1 w2 b2 lora_a1 lora_b1 lora_a2 lora_b2".split()
+_NAMES = "x topk_ids topk_weights logits selection_bias token_mask w1 b1 w2 b2".split()
+_LORA = "lora_a1 lora_b1 lora_a2 lora_b2".split()
+
+
+def _with_factors(spec: _Spec, given: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+    """The library's inputs. given: those of _NAMES, then a and b of each adapter."""
+    tensors, adapters = given[: len(_NAMES)], given[len(_NAMES) :]
+    first, dtype = 2 * len(spec.sides[0].ranks), given[0].dtype
+    made = *_pair(spec.sides[0], adapters[:first], dtype), *_pair(spec.sides[1], adapters[first:], dtype)
+    return dict(zip(_NAMES + _LORA, (*tensors, *made)))
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, spec, *tensors):
-        out, saved, losses, counts = _run_forward(spec, dict(zip(_NAMES, tensors)), True)
-        ctx.save_for_backward(*tensors, saved)
+    def forward(ctx, spec, *given):
+        inputs = _with_factors(spec, given)
+        ctx.given = [(factor.dtype, factor.stride()) for factor in given[len(_NAMES) :]]
+        out, saved, losses, counts = _run_forward(spec, inputs, True)
+        ctx.save_for_backward(*inputs.values(), saved)
         ctx.spec, ctx.readers, ctx.overwritten = spec, 0, False
         ctx.mark_non_differentiable(*[t for t in (counts,) if t is not None])
         ctx.set_materialize_grads(False)
@@ -298,12 +315,13 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, dout, dlosses, _):
         if torch.is_grad_enabled():  # with create_graph
             return _autograd._once(_Experts, ctx, dout, dlosses, _)
-        none = (None,) * (len(_NAMES) + 1)
         if dout is None and dlosses is None:
-            return none
+            return (None,) * len(ctx.needs_input_grad)
         *tensors, saved = ctx.saved_tensors
-        given = dict(zip(_NAMES, tensors))
-        wanted = [name for name, needs in zip(_NAMES, ctx.needs_input_grad[1:]) if needs]
+        given, needs = dict(zip(_NAMES + _LORA, tensors)), ctx.needs_input_grad[1:]
+        needs, of_adapters = needs[: len(_NAMES)], needs[len(_NAMES) :]
+        needs_lora = map(any, _by_adapter(ctx.spec.sides, of_adapters))
+        wanted = [name for name, is_wanted in zip(_NAMES + _LORA, (*needs, *needs_lora)) if is_wanted]
         dout = torch.zeros_like(given["x"]) if dout is None else dout
         reuse = _autograd._claim(ctx, dout)
         try:
@@ -311,15 +329,16 @@ class _Experts(torch.autograd.Function):
         finally:
             with _autograd._claims:
                 ctx.readers -= 1
-        return None, *[found.get(name) for name in _NAMES]
+        gradients = _gradients(ctx.spec.sides, ctx.given, of_adapters, [found.get(name) for name in _LORA])
+        return None, *[found.get(name) for name in _NAMES], *gradients
 
 
-def _call(spec: _Spec, given: dict[str, Tensor | None]) -> tuple[Tensor | None, ...]:
+def _call(spec: _Spec, given: dict[str, Tensor | None], adapters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """out, losses, counts"""
-    tensors = [given.get(name) for name in _NAMES]
+    tensors = [given.get(name) for name in _NAMES] + adapters
     if torch.is_grad_enabled() and functional._any_requires_grad(*tensors):
         return _Experts.apply(spec, *tensors)
-    out, _, losses, counts = _run_forward(spec, dict(zip(_NAMES, tensors)), False)
+    out, _, losses, counts = _run_forward(spec, _with_factors(spec, tensors), False)
     return out, losses, counts
 
 
@@ -330,16 +349,14 @@ def experts(
 ) -> Tensor:  # fmt: skip
     """smoe.experts with LoRA. What is not checked: lora, layout, and what the library checks."""
     _checks.choice("smoe.experts", "layout", layout, native.LAYOUTS)
-    a1, lb1, a2, lb2 = factors("smoe.experts", lora, x, w1, w2, layout)
+    sides, adapters = factors("smoe.experts", lora, x, w1, w2, layout)
+    gradients = _gradients_type(x, (w1, b1, w2, b2), adapters)
     record = _record(
-        "smoe.experts", x, w2, a1, a2, activation=activation, layout=layout, chunks=chunks, entry="from_topk",
+        "smoe.experts", x, w2, sides, gradients, activation=activation, layout=layout, chunks=chunks, entry="from_topk",
         topk=ids.shape[1], index_type=TYPE_CODES[ids.dtype],
     )  # fmt: skip
-    given = dict(
-        x=x, topk_ids=ids, topk_weights=weights.float(), w1=w1, b1=b1, w2=w2, b2=b2, lora_a1=a1, lora_b1=lb1, lora_a2=a2,
-        lora_b2=lb2,
-    )  # fmt: skip
-    return _call(_Spec(record), given)[0]
+    given = dict(x=x, topk_ids=ids, topk_weights=weights.float(), w1=w1, b1=b1, w2=w2, b2=b2)
+    return _call(_Spec(record, sides, gradients), given, adapters)[0]
 
 
 @torch.compiler.disable
@@ -351,13 +368,14 @@ def moe(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """smoe.moe with given logits and LoRA: out, losses, counts. For smoe.MoE, which has checked the options."""
     x, w1, b1, w2, b2 = functional._autocast(x, w1, b1, w2, b2)
-    a1, lb1, a2, lb2 = factors("smoe.MoE", lora, x, w1, w2, layout)
+    sides, adapters = factors("smoe.MoE", lora, x, w1, w2, layout)
+    gradients = _gradients_type(x, (w1, b1, w2, b2), adapters)
     record = _record(
-        "smoe.MoE", x, w2, a1, a2, activation=activation, layout=layout, logits_type=TYPE_CODES[logits.dtype],
+        "smoe.MoE", x, w2, sides, gradients, activation=activation, layout=layout, logits_type=TYPE_CODES[logits.dtype],
         **{name: value for name, value in options.items() if name in OPTIONS},
     )  # fmt: skip
     given = dict(
         x=x, logits=logits, selection_bias=None if selection_bias is None else selection_bias.detach().float(),
-        token_mask=token_mask, w1=w1, b1=b1, w2=w2, b2=b2, lora_a1=a1, lora_b1=lb1, lora_a2=a2, lora_b2=lb2,
+        token_mask=token_mask, w1=w1, b1=b1, w2=w2, b2=b2,
     )  # fmt: skip
-    return _call(_Spec(record, step, balance_coefficient, z_coefficient, losses, counts), given)
+    return _call(_Spec(record, sides, gradients, step, balance_coefficient, z_coefficient, losses, counts), given, adapters)

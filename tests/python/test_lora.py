@@ -89,6 +89,12 @@ def test_adapters_in_bf16_and_of_one_weight_are_near_merged_ones(layer):
         found = torch.autograd.grad(out.float().square().sum(), used)
         exact = torch.autograd.grad(merged.square().sum(), used)
         assert error(out, merged) < 2e-2 and all(a.dtype == torch.float32 and error(a, b) < 3e-2 for a, b in zip(found, exact))
+        assert not any(torch.equal(a, a.bfloat16().float()) for a in found)  # not rounded on their way
+    dw1, da1 = torch.autograd.grad(smoe.experts(x, ids, weights, w1.requires_grad_(), w2, lora=lora).float().square().sum(), (w1, a1))
+    assert dw1.dtype == torch.bfloat16 and error(da1, exact[0]) < 3e-2
+    merged = w1.detach().float().requires_grad_()
+    out = smoe.experts(x.float(), ids, weights, merged + up, w2.float() + down)
+    assert error(dw1, torch.autograd.grad(out.square().sum(), merged)[0]) < 3e-2
 
 
 def test_a_wrong_argument_is_named(layer):
@@ -346,6 +352,7 @@ def test_merging_saving_and_loading_keep_the_results(name, tmp_path, builds):
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(tiny(name), tmp_path, is_trainable=True)
     assert near(run(loaded, "smoe"), found) and not builds
+    assert near(run(loaded, "eager"), found) and builds  # PEFT's own way reads the same file
     merged = loaded.merge_and_unload()
     with torch.no_grad():
         assert error(merged(input_ids=tokens()).logits, found["logits"]) < 2e-5
