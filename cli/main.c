@@ -103,6 +103,7 @@ int main(int argc, char **argv)
         if (strcmp(name, commands[i].name) != 0) continue;
         start_again(argv, commands[i].sleeps);
         signal(SIGBUS, explain_bus_error);
+        signal(SIGCHLD, SIG_DFL); // where it is ignored, a process that smoe starts cannot be waited for
         char title[32];
         snprintf(title, sizeof title, "smoe %s", name);
         argv[1] = title;

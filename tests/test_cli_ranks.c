@@ -317,6 +317,17 @@ static void a_stop_reaches_all_ranks(void **state)
     assert_same_runs(state, "whole", "stopped");
 }
 
+/* Its ranks and gnuplot are waited for although whoever started it ignores SIGCHLD. */
+static void an_ignored_signal_of_children_changes_nothing(void **state)
+{
+    char path[4096];
+    const pid_t run = start(state, "env --ignore-signal=CHLD",
+                            "train -o ignored --gpus 2 --device cpu --steps 2 " TINY "text.txt", "messages");
+    assert_int_equal(status_of(run), 0);
+    if (system("gnuplot -V >/dev/null") == 0)
+        assert_int_equal(access(in_folder(path, state, "ignored/curve.png"), F_OK), 0);
+}
+
 int main(void)
 {
     openblas_set_num_threads(1);
@@ -330,6 +341,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_killed_rank_ends_the_run, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_hung_rank_is_named, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_stop_reaches_all_ranks, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(an_ignored_signal_of_children_changes_nothing, set_up,
+                                        folder_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
