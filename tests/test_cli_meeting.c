@@ -174,6 +174,10 @@ static void expect_difference(void **state, const char *first, const char *secon
     }
     for (int r = 0; r < 2; r++) assert_int_equal(status_of(ranks[r]), 3);
     close(reserved);
+    snprintf(command, sizeof command,
+             "test -z \"$(find /dev/shm -name 'smoe-%d-*' -newer '%.400s/text.txt')\"", (int)ranks[0],
+             (const char *)*state);
+    assert_int_equal(system(command), 0);
     snprintf(command, sizeof command, "cat '%s/first' '%s/second' >'%s/both'", (const char *)*state,
              (const char *)*state, (const char *)*state);
     assert_int_equal(system(command), 0);

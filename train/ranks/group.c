@@ -385,18 +385,23 @@ static void compare(group *g, int rank, const char *settings)
 
 static void *watch(void *user);
 
-bool group_agree(group *g, const char *settings, unsigned char key[GROUP_KEY], error *err)
+bool group_agree(group *g, const char *settings, error *err)
+{
+    if (strlen(settings) >= MOST_BYTES) return fail(err, ERROR_USAGE, "the settings have too much text");
+    if (g->place.rank > 0) (void)tell(g, g->peers[0].socket, SETTINGS, settings, strlen(settings));
+    for (int r = 1; g->place.rank == 0 && r < g->place.ranks; r++) {
+        if (!expect(g, r, SETTINGS, err)) return false;
+        compare(g, r, settings);
+    }
+    return true;
+}
+
+bool group_share_key(group *g, unsigned char key[GROUP_KEY], error *err)
 {
     const int ranks = g->place.ranks;
-    if (strlen(settings) >= MOST_BYTES) return fail(err, ERROR_USAGE, "the settings have too much text");
     if (g->place.rank == 0) {
-        for (int r = 1; r < ranks; r++) {
-            if (!expect(g, r, SETTINGS, err)) return false;
-            compare(g, r, settings);
-        }
         tell_all(g, KEY, key, GROUP_KEY);
     } else {
-        (void)tell(g, g->peers[0].socket, SETTINGS, settings, strlen(settings));
         if (!expect(g, 0, KEY, err)) return false;
         memcpy(key, g->in.data, GROUP_KEY);
     }

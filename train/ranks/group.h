@@ -23,9 +23,12 @@ int group_rank(const group *g);
 int group_ranks(const group *g);
 int group_local(const group *g);
 
-/* Compares `settings` (lines of text) with those of rank 0, an error naming the rank and the first line that
- * differs, and copies rank 0's key to all. From then on the group is watched. */
-bool group_agree(group *g, const char *settings, unsigned char key[GROUP_KEY], error *err);
+/* Rank 0 compares `settings` (lines of text) with its own; an error names the rank and the first line that
+ * differs. */
+bool group_agree(group *g, const char *settings, error *err);
+
+/* Copies rank 0's key to all. From then on the group is watched. */
+bool group_share_key(group *g, unsigned char key[GROUP_KEY], error *err);
 
 /* This rank has made progress; it writes files now, or has done, meanwhile no rank counts as hung. NULL is
  * fine. */

@@ -280,8 +280,10 @@ static bool join_ranks(train_loop *r, error *err)
         (unsigned long long)text.checksum);
     if (length >= (int)sizeof all)
         return fail(err, ERROR_USAGE, "the settings have more than %zu characters", sizeof all);
+    if (!group_agree(s->group, all, err)) return false;
+    // Not before: a key is a file of shared memory, and would stay if the ranks did not agree.
     if (r->rank == 0 && !device_comm_key(r->device, r->ranks, key, err)) return false;
-    return group_agree(s->group, all, key, err) &&
+    return group_share_key(s->group, key, err) &&
            (r->comm = device_comm(r->device, s->group, key, err)) != NULL;
 }
 
