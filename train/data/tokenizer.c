@@ -7,15 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { PATH_BYTES = 4096 };
-
 static const char *const names[TOKENIZER_FILES] = {"bpe.txt", "tokenizer.json", "tokenizer_config.json"};
-
-static bool join(char *path, int length, const char *folder, const char *name, error *err)
-{
-    if (snprintf(path, PATH_BYTES, "%.*s%s", length, folder, name) < PATH_BYTES) return true;
-    return fail(err, ERROR_USAGE, "%s: the path is too long", folder);
-}
 
 bool tokenizer_open(tokenizer *t, const char *path, error *err)
 {
@@ -25,9 +17,11 @@ bool tokenizer_open(tokenizer *t, const char *path, error *err)
     bool done = file_map_open(&t->files[0], path, err) &&
                 bpe_parse(&t->table, t->files[0].data, t->files[0].size, path, err);
     for (int i = 1; done && i < TOKENIZER_FILES; i++) {
-        char beside[PATH_BYTES];
-        done = join(beside, folder, path, names[i], err) &&
-               (access(beside, F_OK) != 0 || file_map_open(&t->files[i], beside, err));
+        char beside[FILE_PATH_BYTES];
+        if (snprintf(beside, sizeof beside, "%.*s%s", folder, path, names[i]) >= (int)sizeof beside)
+            done = fail(err, ERROR_USAGE, "%s: the path is too long", path);
+        else
+            done = access(beside, F_OK) != 0 || file_map_open(&t->files[i], beside, err);
     }
     if (!done) tokenizer_close(t);
     return done;
@@ -41,9 +35,9 @@ void tokenizer_close(tokenizer *t)
 
 bool tokenizer_find(tokenizer *t, const char *checkpoint, int64_t vocab, error *err)
 {
-    char path[PATH_BYTES];
+    char path[FILE_PATH_BYTES];
     *t = (tokenizer){0};
-    if (!join(path, (int)strlen(checkpoint), checkpoint, "/bpe.txt", err)) return false;
+    if (!file_join(path, checkpoint, "bpe.txt", err)) return false;
     if (access(path, F_OK) != 0) return true;
     if (!tokenizer_open(t, path, err)) return false;
     if (t->table.tokens <= vocab) return true;
@@ -79,16 +73,15 @@ static bool save_bytes(const char *folder, error *err)
                       tail[] = "},\"merges\":[]}}\n",
                       config[] = "{\"tokenizer_class\":\"PreTrainedTokenizerFast\",\"clean_up_tokenization_"
                                  "spaces\":false}\n";
-    char path[PATH_BYTES], json[sizeof head + 256 * 16 + sizeof tail];
+    char path[FILE_PATH_BYTES], json[sizeof head + 256 * 16 + sizeof tail];
     size_t length = sizeof head - 1;
     int others = 0;
     memcpy(json, head, length);
     for (int byte = 0; byte < 256; byte++) length = put_byte(json, length, byte, &others);
     memcpy(json + length, tail, sizeof tail - 1);
     length += sizeof tail - 1;
-    const int folder_length = (int)strlen(folder);
-    return join(path, folder_length, folder, "/tokenizer.json", err) && file_write(path, json, length, err) &&
-           join(path, folder_length, folder, "/tokenizer_config.json", err) &&
+    return file_join(path, folder, "tokenizer.json", err) && file_write(path, json, length, err) &&
+           file_join(path, folder, "tokenizer_config.json", err) &&
            file_write(path, config, sizeof config - 1, err);
 }
 
@@ -103,9 +96,8 @@ bool tokenizer_save(const tokenizer *t, const char *folder, error *err)
 {
     bool done = !t->bytes || save_bytes(folder, err);
     for (int i = 0; done && i < TOKENIZER_FILES; i++) {
-        char path[PATH_BYTES], name[64];
-        snprintf(name, sizeof name, "/%s", names[i]);
-        done = !t->files[i].data || (join(path, (int)strlen(folder), folder, name, err) &&
+        char path[FILE_PATH_BYTES];
+        done = !t->files[i].data || (file_join(path, folder, names[i], err) &&
                                      file_write(path, t->files[i].data, t->files[i].size, err));
     }
     return done;

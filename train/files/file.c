@@ -232,6 +232,12 @@ bool file_write(const char *path, const void *bytes, size_t size, error *err)
 
 /* ---- folders ---- */
 
+bool file_join(char *path, const char *folder, const char *name, error *err)
+{
+    return snprintf(path, FILE_PATH_BYTES, "%s/%s", folder, name) < FILE_PATH_BYTES ||
+           fail(err, ERROR_USAGE, "%s/%s: the path is too long", folder, name);
+}
+
 static bool make_one_folder(const char *path, error *err)
 {
     struct stat info;

@@ -44,6 +44,11 @@ bool file_write(const char *path, const void *bytes, size_t size, error *err);
  * folders, and pipes have none (EINVAL); this is no error. On failure errno says why. */
 bool file_sync(int descriptor);
 
+enum { FILE_PATH_BYTES = 4096 };
+
+/* FOLDER/NAME, which must fit into path (FILE_PATH_BYTES). */
+bool file_join(char *path, const char *folder, const char *name, error *err);
+
 /* Makes the folder and its missing parents. A folder that exists is fine. */
 bool file_make_folder(const char *path, error *err);
 

@@ -3,11 +3,8 @@
 #include "train/run/carried.h"
 
 #include <assert.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
-
-enum { PATH_BYTES = 4096 };
 
 static const char *const names[] = {
     "tokenizer.json",
@@ -24,18 +21,12 @@ static const char *const names[] = {
 };
 static_assert(sizeof names / sizeof names[0] == CARRIED_FILES, "a name for each file");
 
-static bool join(char *path, const char *folder, const char *name, error *err)
-{
-    return snprintf(path, PATH_BYTES, "%s/%s", folder, name) < PATH_BYTES ||
-           fail(err, ERROR_USAGE, "%s/%s: the path is too long", folder, name);
-}
-
 /* Missing and empty files are left out. */
 static bool open_file(file_map *map, const char *folder, const char *name, error *err)
 {
-    char path[PATH_BYTES];
+    char path[FILE_PATH_BYTES];
     struct stat about;
-    if (!join(path, folder, name, err)) return false;
+    if (!file_join(path, folder, name, err)) return false;
     return stat(path, &about) != 0 || about.st_size == 0 || file_map_open(map, path, err);
 }
 
@@ -68,9 +59,9 @@ bool carried_has_tokenizer(const carried *c)
 
 bool carried_save(const carried *c, const char *folder, error *err)
 {
-    char path[PATH_BYTES];
+    char path[FILE_PATH_BYTES];
     for (int i = 0; i < CARRIED_FILES; i++)
-        if (c->files[i].data != NULL && (!join(path, folder, names[i], err) ||
+        if (c->files[i].data != NULL && (!file_join(path, folder, names[i], err) ||
                                          !file_write(path, c->files[i].data, c->files[i].size, err)))
             return false;
     return true;

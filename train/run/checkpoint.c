@@ -18,7 +18,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { PATH_BYTES = 4096, COUNTERS = 7, VALUES = 22, MARKS = 3, MOST_PAIRS = COUNTERS + VALUES + MARKS + 1 };
+enum {
+    PATH_BYTES = FILE_PATH_BYTES,
+    COUNTERS = 7,
+    VALUES = 22,
+    MARKS = 3,
+    MOST_PAIRS = COUNTERS + VALUES + MARKS + 1
+};
 
 /* The values that are left out of the file while they are not known. */
 static const struct {
@@ -51,14 +57,6 @@ static const uint64_t MOST_COUNTED = 1000000000000000000; // 1e18 steps or token
 
 /* The fields of tokens_mark. */
 static const char *const marks[MARKS] = {"train_tokens", "validation_tokens", "text_checksum"};
-
-static bool join(char *path, const char *folder, const char *name, error *err)
-{
-    int length = snprintf(path, PATH_BYTES, "%s/%s", folder, name);
-    if (length < 0 || length >= PATH_BYTES)
-        return fail(err, ERROR_USAGE, "%s/%s: the path is too long", folder, name);
-    return true;
-}
 
 /* ---- writing ---- */
 
@@ -105,7 +103,7 @@ static bool write_weights(const char *folder, const model *m, const adamw_arrays
     const char *weights = arrays->master ? (const void *)arrays->master : m->weights.params;
     const smoe_type type = weight_type(m, arrays);
     char path[PATH_BYTES];
-    if (!join(path, folder, "model.safetensors", err)) return false;
+    if (!file_join(path, folder, "model.safetensors", err)) return false;
     param_tensor *biases = NULL;
     size_t count = layout->tensor_count;
     tensor *tensors = calloc(count + (size_t)m->config.layers, sizeof *tensors);
@@ -145,7 +143,7 @@ static bool write_state(const char *folder, const model *m, const adamw_arrays *
 {
     char path[PATH_BYTES], text[MOST_PAIRS][32];
     size_t count = COUNTERS;
-    if (!join(path, folder, "state.safetensors", err)) return false;
+    if (!file_join(path, folder, "state.safetensors", err)) return false;
     snprintf(text[0], sizeof text[0], "%lld", (long long)s->step);
     snprintf(text[1], sizeof text[1], "%llu", (unsigned long long)s->seed);
     snprintf(text[2], sizeof text[2], "%lld", (long long)s->batch);
@@ -189,7 +187,7 @@ static bool write_files(const char *folder, const model *m, const adamw_arrays *
                                       .size = from->config.size,
                                       .other_tokens = from->other_tokens,
                                       .end = words->table.tokens > 0 ? words->table.end : -1};
-    return join(path, folder, "config.json", err) &&
+    return file_join(path, folder, "config.json", err) &&
            model_config_write(&m->config, dtype, &extra, path, err) &&
            write_weights(folder, m, arrays, reserves, err) &&
            write_state(folder, m, arrays, state, reserves, err) && tokenizer_save(words, folder, err) &&
@@ -221,7 +219,7 @@ bool checkpoint_save(const char *out, const model *m, const adamw_arrays *arrays
 static bool fail_missing(const char *path, error *err)
 {
     char latest[PATH_BYTES], target[256];
-    if (!join(latest, path, "latest", err)) return false;
+    if (!file_join(latest, path, "latest", err)) return false;
     const ssize_t length = readlink(latest, target, sizeof target);
     if (length > 0)
         return fail(err, ERROR_RUNTIME,
@@ -253,7 +251,7 @@ bool checkpoint_find(const char *path, char *name, size_t size, error *err)
 bool checkpoint_load_config(const char *path, model_config *config, error *err)
 {
     char file[PATH_BYTES];
-    return join(file, path, "config.json", err) && model_config_read(config, file, err);
+    return file_join(file, path, "config.json", err) && model_config_read(config, file, err);
 }
 
 /* Some programs save the head of a tied model too. Then it must equal the embedding, bit for bit. */
@@ -364,7 +362,7 @@ static bool find_weights(const char *folder, char *path, error *err)
     static const char *const names[] = {"model.safetensors", "model.safetensors.index.json"};
     struct stat status;
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
-        if (!join(path, folder, names[i], err)) return false;
+        if (!file_join(path, folder, names[i], err)) return false;
         if (stat(path, &status) == 0) return true;
     }
     return fail(err, ERROR_RUNTIME, "%s: has neither %s nor %s", folder, names[0], names[1]);
@@ -478,7 +476,7 @@ bool checkpoint_load_state(const char *path, const model *m, const adamw_arrays 
 {
     char name[PATH_BYTES];
     safetensors *file;
-    if (!join(name, path, "state.safetensors", err) || !safetensors_open(&file, name, err)) return false;
+    if (!file_join(name, path, "state.safetensors", err) || !safetensors_open(&file, name, err)) return false;
     bool done = read_counters(file, name, state, err) && (!m || read_moments(file, m, arrays, err));
     safetensors_close(file);
     return done;

@@ -1,13 +1,10 @@
 /* See checkpoint_fill.h. */
 #include "train/run/checkpoint_fill.h"
 
+#include "train/files/file.h"
 #include "train/files/safetensors_patch.h"
 #include "train/files/transfer.h"
 #include "train/run/shards.h"
-
-#include <stdio.h>
-
-enum { PATH_BYTES = 4096 };
 
 /* Copies `bytes` of the device's memory to a tensor, from its byte `at` on. */
 static bool fill_bytes(safetensors_patch *patch, transfer *pieces, const char *name, size_t at,
@@ -70,12 +67,10 @@ static bool fill_moments(safetensors_patch *patch, transfer *pieces, const model
 static bool fill_file(const char *folder, const char *name, const model *m, const adamw_arrays *arrays,
                       bool weights, bool first, error *err)
 {
-    char path[PATH_BYTES];
+    char path[FILE_PATH_BYTES];
     safetensors_patch *patch;
     transfer pieces = {0};
-    if (snprintf(path, sizeof path, "%s/%s", folder, name) >= (int)sizeof path)
-        return fail(err, ERROR_USAGE, "%s: the path is too long", folder);
-    if (!safetensors_patch_open(&patch, path, err)) return false;
+    if (!file_join(path, folder, name, err) || !safetensors_patch_open(&patch, path, err)) return false;
     const bool done = transfer_open(&pieces, m->device, err) &&
                       (weights ? fill_weights(patch, &pieces, m, arrays, first, err)
                                : fill_moments(patch, &pieces, m, arrays, err));
