@@ -8,7 +8,7 @@
 /* The layout of a scratch: its bytes, and the backend's own description of its parts. */
 typedef struct moe_layout {
     uint64_t bytes;
-    uint64_t parts[32];
+    uint64_t parts[40];
 } moe_layout;
 
 /* What every call of a forward or a backward works with after its checks. */

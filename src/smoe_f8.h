@@ -14,7 +14,8 @@ extern "C" {
 #endif
 
 /* How the GEMMs of the experts multiply. d and n must be multiples of 16, else SHAPE. LoRA and ranks are
- * UNSUPPORTED; on the CUDA backend so is all but BF16 on compute capability 9.0, and F8 for training. */
+ * UNSUPPORTED; on the CUDA backend so is all but BF16 on compute capability 9.0. With F8 a backward does not
+ * overwrite H, so reuse_saved saves no memory. */
 typedef enum smoe_compute {
     SMOE_COMPUTE_STORAGE = 0,  /* as dtype */
     SMOE_COMPUTE_F8 = 10,      /* e4m3: up, down, dh, dx_rows, dw2, dw1 */

@@ -4,15 +4,15 @@
 // Shapes: dO (T, d), dH (padded rows, h), db2 (E, d), db1 (E, h), where h is the number of columns of H.
 // FLOPs: 2 R d for db2, R h for db1.
 //
-// Bytes: db2 gathers 2 R d of dO; db1 reads 2 R h of dH. E d or E h elements are written; with accumulate
-// they are also read.
+// Bytes: db2 gathers 2 R d of dO; db1 reads 2 R h of dH, or R h of dH8 (f8.h). E d or E h elements are
+// written; with accumulate they are also read.
 //
 // Tile: one CTA sums 64 columns over all rows of one expert, in f32 and in a fixed order. So CTAs share no
 // sum, and no atomics are needed.
 #include "common/backward_shared.cuh"
 #include "common/instances.cuh"
 #include "common/launch.cuh"
-#include "host/launch_backward.h"
+#include "host/f8_table.h"
 
 namespace moe
 {
@@ -31,6 +31,18 @@ template <typename T> MOE_DEVICE void add(float (&sum)[8], uint4 v, float weight
     }
 }
 
+// Eight elements of dH8.
+MOE_DEVICE void add_dh8(float (&sum)[8], const moe_cuda_db &p, int64_t row, int column)
+{
+    const int64_t groups = moe_f8_groups(p.half, MOE_F8_DH_FEATURES);
+    const float scale = __ldg(p.row_weight + row * groups + column % p.half / MOE_F8_DH_FEATURES);
+    const uint2 v = __ldg((const uint2 *)((const uint8_t *)p.values + row * p.columns + column));
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        sum[i] = fmaf(scale, moe_f8_value((uint8_t)((i < 4 ? v.x : v.y) >> i % 4 * 8)), sum[i]);
+}
+
+// T is uint8_t for dH8.
 template <typename T, typename G> __global__ void __launch_bounds__(THREADS) column_sums(const moe_cuda_db p)
 {
     __shared__ float sums[ROWS][COLUMNS + 1];
@@ -45,8 +57,12 @@ template <typename T, typename G> __global__ void __launch_bounds__(THREADS) col
         for (int i = row; i < count; i += ROWS) {
             const int64_t from = p.row_token ? (int64_t)__ldg(p.row_token + first + i) : first + i;
             if (from < 0) continue; // a pad row between an expert's rows (ep/ep_plan.cu)
-            const float weight = p.row_weight ? __ldg(p.row_weight + first + i) : 1.0f;
-            add<T>(sum, __ldg((const uint4 *)((const T *)p.values + from * p.columns + column)), weight);
+            if constexpr (sizeof(T) == 1) {
+                add_dh8(sum, p, from, column);
+            } else {
+                const float weight = p.row_weight ? __ldg(p.row_weight + first + i) : 1.0f;
+                add<T>(sum, __ldg((const uint4 *)((const T *)p.values + from * p.columns + column)), weight);
+            }
         }
 #pragma unroll
     for (int i = 0; i < 8; i++) sums[row][lane * 8 + i] = sum[i];
@@ -78,5 +94,15 @@ extern "C" cudaError_t moe_cuda_db_launch(const moe_launch *on, const moe_cuda_d
         using T = typename decltype(t)::type;
         return for_type(gradient_types<T>(), gradient_type,
                         [&](auto g) { return launch<T, typename decltype(g)::type>(*p, on); });
+    });
+}
+
+extern "C" cudaError_t moe_cuda_db_f8_launch(const moe_launch *on, const moe_cuda_db *p,
+                                             smoe_type gradient_type)
+{
+    using namespace moe;
+    return for_type(storage_types(), on->dtype, [&](auto t) {
+        return for_type(gradient_types<typename decltype(t)::type>(), gradient_type,
+                        [&](auto g) { return launch<uint8_t, typename decltype(g)::type>(*p, on); });
     });
 }

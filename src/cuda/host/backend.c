@@ -62,11 +62,6 @@ static smoe_status f8_fits(smoe_context *context, const moe_problem *problem)
         return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
                         "%s: dtype is %s, the cuda backend has fp8 for SMOE_TYPE_BF16", context->function,
                         moe_type_name(problem->layer.dtype));
-    if (!problem->layer.inference && problem->compute == SMOE_COMPUTE_F8)
-        return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
-                        "%s: inference is 0 and compute SMOE_COMPUTE_F8: the cuda backend has no weight "
-                        "gradients in fp8, use SMOE_COMPUTE_F8_DGRAD",
-                        context->function);
     return SMOE_OK;
 }
 

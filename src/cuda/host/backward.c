@@ -1,6 +1,7 @@
 /* The launches of the backward: lists, dh and dS, dw2, dw1, router_bwd, then dx_rows and dx for one chunk
  * after another. docs/design.md describes the order and the scratch. */
 #include "host/backward.h"
+#include "host/f8_table.h"
 #include "host/lora.h"
 #include "wanted.h"
 
@@ -9,9 +10,9 @@
 
 static_assert(sizeof(backward_scratch) <= sizeof((moe_layout *)0)->parts, "a layout holds it");
 
-/* The end of the memory with the four uses: that of the largest use. tile: bytes of a weight gradient's. f8:
- * the end of dO8 and its scales. */
-static uint64_t shared_end(const moe_problem *p, const backward_scratch *s, uint64_t tile, uint64_t f8)
+/* The end of the memory with the four uses: that of the largest use, or of what dh reads and writes there.
+ * tile: bytes of a weight gradient's. */
+static uint64_t shared_end(const moe_problem *p, const backward_scratch *s, uint64_t tile, uint64_t of_dh)
 {
     const uint64_t parts = (uint64_t)s->parts,
                    dx = (uint64_t)(p->padded_rows * p->chunk_columns * p->element);
@@ -21,10 +22,26 @@ static uint64_t shared_end(const moe_problem *p, const backward_scratch *s, uint
         [SHARED_FOR_ROUTER] = s->router.passing_end,
         [SHARED_FOR_DX] = s->shared + moe_align_up(dx),
     };
-    uint64_t end = f8;
+    uint64_t end = of_dh;
     for (int use = 0; use < SHARED_USES; use++)
         if (ends[use] > end) end = ends[use];
     return end;
+}
+
+/* A' and the sums of pieces, and fp8's operands of dh and dw. Returns where what dh reads and writes ends. */
+static uint64_t lay_out_dw(const moe_problem *p, int dw_last, backward_scratch *s)
+{
+    if (moe_cuda_dw_is_f8(p)) return s->parts1 = s->parts2 = moe_cuda_lay_out_dw_f8(p, s);
+    const uint64_t rows = (uint64_t)p->padded_rows,
+                   a_end = s->shared + moe_align_up(rows * (uint64_t)(p->layer.intermediate * p->element));
+    s->a = s->shared;
+    s->parts1 = s->shared;
+    s->parts2 = a_end;
+    if (dw_last) { /* A' is read after dX~, and dX~ while dw2 runs */
+        s->shared = a_end;
+        s->parts1 = s->parts2 = a_end + moe_align_up(rows * (uint64_t)(p->chunk_columns * p->element));
+    }
+    return p->compute == SMOE_COMPUTE_STORAGE ? a_end : moe_cuda_lay_out_do8(p, s->parts2, s);
 }
 
 static void lay_out(const device_state *state, const moe_problem *p, int dw_last, moe_layout *layout)
@@ -37,8 +54,11 @@ static void lay_out(const device_state *state, const moe_problem *p, int dw_last
     const int32_t d = (int32_t)layer->hidden, n = (int32_t)layer->intermediate;
     const moe_kernels *kernels = state->kernels;
     backward_scratch s = {0};
-    s.tiles2 = kernels->weight_tiles(d, n, 1);
-    s.tiles1 = kernels->weight_tiles(d, n, p->gated ? 2 : 1);
+    const int dw_f8 = moe_cuda_dw_is_f8(p);
+    int32_t (*const weight_tiles)(int32_t, int32_t, int32_t) =
+        dw_f8 ? kernels->f8->weight_tiles : kernels->weight_tiles;
+    s.tiles2 = weight_tiles(d, n, 1);
+    s.tiles1 = weight_tiles(d, n, p->gated ? 2 : 1);
     s.parts = moe_split_bound(blocks, s.tiles2, state->device.sms);
     s.ds_parts = (n + kernels->ds_columns - 1) / kernels->ds_columns;
     const uint64_t parts = (uint64_t)s.parts, tile = kernels->weight_tile_bytes;
@@ -50,25 +70,17 @@ static void lay_out(const device_state *state, const moe_problem *p, int dw_last
     s.block_expert = s.splits + moe_align_up(sizeof(moe_split) * (parts + 1));
     s.ds = s.block_expert + moe_align_up(sizeof(int32_t) * (uint64_t)(blocks + 1));
     s.dh = s.ds + moe_align_up(sizeof(float) * rows * (uint64_t)(s.ds_parts + 1));
-    s.q1 = s.dh + (layer->reuse_saved ? 0 : moe_align_up(rows * (uint64_t)(p->h_width * p->element)));
+    s.q1 =
+        s.dh + (layer->reuse_saved || dw_f8 ? 0 : moe_align_up(rows * (uint64_t)(p->h_width * p->element)));
     s.q2 = s.q1 + moe_align_up(rows * (uint64_t)(layer->lora_rank1 * p->element));
-    s.shared = s.dh8 = s.q2 + moe_align_up(rows * (uint64_t)(layer->lora_rank2 * p->element));
-    const int f8 = p->compute != SMOE_COMPUTE_STORAGE;
-    if (f8) s.shared = moe_cuda_lay_out_dh8(p, &s);
+    s.shared = s.q2 + moe_align_up(rows * (uint64_t)(layer->lora_rank2 * p->element));
+    if (p->compute != SMOE_COMPUTE_STORAGE) s.shared = moe_cuda_lay_out_dh8(p, &s);
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         s.router = moe_cuda_router_scratch(state, p, s.shared);
         s.shared = s.router.end;
     }
-    const uint64_t a_end = s.shared + moe_align_up(rows * (uint64_t)(layer->intermediate * p->element));
-    s.a = s.shared;
-    s.parts1 = s.shared;
-    s.parts2 = a_end;
-    if (dw_last) { /* A' is read after dX~, and dX~ while dw2 runs */
-        s.shared = a_end;
-        s.parts1 = s.parts2 = a_end + moe_align_up(rows * (uint64_t)(p->chunk_columns * p->element));
-    }
-    const uint64_t f8_end = f8 ? moe_cuda_lay_out_do8(p, &s) : 0;
-    layout->bytes = shared_end(p, &s, tile, f8_end);
+    const uint64_t of_dh = lay_out_dw(p, dw_last, &s);
+    layout->bytes = shared_end(p, &s, tile, of_dh);
     memcpy(layout->parts, &s, sizeof s);
 }
 
@@ -161,7 +173,7 @@ cudaError_t moe_cuda_run_ds(const backward_call *c)
                : cudaSuccess;
 }
 
-/* What dW2 and dW1 share; `features` is A' or dH. */
+/* What dW2 and dW1 share; `features` is A' or dH, or with SMOE_COMPUTE_F8 their copy for dw. */
 static moe_dw weight_gradient(const backward_call *c, const void *features, int halves)
 {
     const smoe_layer *layer = &c->problem->layer;
@@ -189,6 +201,7 @@ static cudaError_t run_dw2(backward_call *c)
     dw.tokens = c->args->dout;
     dw.gradient = c->args->dw2;
     dw.parts = c->at.parts ? (float *)(c->scratch + c->at.parts2) : NULL;
+    if (moe_cuda_dw_is_f8(c->problem)) return moe_cuda_dw_f8(c, &dw);
     return c->state->kernels->dw(&c->on, &dw);
 }
 
@@ -219,6 +232,7 @@ static cudaError_t run_dw1(backward_call *c)
     dw.gradient = c->args->dw1;
     dw.parts = c->at.parts ? (float *)(c->scratch + c->at.parts1) : NULL;
     dw.transposed = 1;
+    if (moe_cuda_dw_is_f8(c->problem)) return moe_cuda_dw_f8(c, &dw);
     return c->state->kernels->dw(&c->on, &dw);
 }
 
@@ -238,6 +252,7 @@ static cudaError_t run_db1(const backward_call *c)
         .interleaved = c->halves == 2 && layer->layout == SMOE_LAYOUT_INTERLEAVED,
         .accumulate = layer->accumulate,
     };
+    if (moe_cuda_dw_is_f8(c->problem)) return moe_cuda_db1_f8(c, &bias);
     return moe_cuda_db_launch(&c->on, &bias, layer->gradient_type);
 }
 
@@ -380,7 +395,7 @@ backward_call moe_cuda_backward_call(const device_state *state, const moe_proble
                   (moe_piece *)(scratch + at.pieces), (moe_split *)(scratch + at.splits),
                   (int32_t *)(scratch + at.block_expert), (int32_t *)(scratch + at.counts) + 4},
         .scratch = scratch,
-        .dh = problem->layer.reuse_saved ? plan->h : scratch + at.dh,
+        .dh = problem->layer.reuse_saved && !moe_cuda_dw_is_f8(problem) ? plan->h : scratch + at.dh,
         .a = scratch + at.a,
         .block_offsets = plan->block_offsets,
         .block_stride = 1,

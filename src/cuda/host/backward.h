@@ -19,11 +19,21 @@ typedef struct router_scratch {
     int32_t parts_count;    /* 0: the tokens are one piece */
 } router_scratch;
 
+/* fp8's parts of scratch. dh and dx_rows read dH8; with SMOE_COMPUTE_F8 dw reads the bytes of tokens, and
+ * `dh` and `a` of backward_scratch are dH_w and A'_w. */
+typedef struct f8_scratch {
+    uint64_t dh8, dh_scale;
+    uint64_t do8, do_scale;
+    uint64_t x8, x_scale; /* these and the next: SMOE_COMPUTE_F8 */
+    uint64_t exponent[2]; /* w: (padded_rows, groups), of dH_w and A'_w */
+    uint64_t expected;    /* expected[2], largest[2]: (E, groups) each */
+} f8_scratch;
+
 /* The uses of the memory at the end of the scratch, in their order. A use begins when no kernel reads what
  * the use before has left there. */
 typedef enum shared_use {
-    SHARED_FOR_DW2 = 0,    /* A', dO8 and the sums of dW2's pieces: dh, dw2 */
-    SHARED_FOR_DW1 = 1,    /* the sums of dW1's pieces: dw1 */
+    SHARED_FOR_DW2 = 0, /* A', dO8 and the sums of dW2's pieces: dh, dw2; SMOE_COMPUTE_F8: also dH_w and X8 */
+    SHARED_FOR_DW1 = 1, /* the sums of dW1's pieces: dw1. dH_w and X8 are still there */
     SHARED_FOR_ROUTER = 2, /* dense dlogits, bias sums and the sums of dWr's pieces: router_bwd */
     SHARED_FOR_DX = 3,     /* dX~ of one chunk: dx_rows, dx */
     SHARED_USES = 4
@@ -32,9 +42,8 @@ typedef enum shared_use {
 /* Offsets from the start of scratch. */
 typedef struct backward_scratch {
     uint64_t counts, tiles, pieces, splits, block_expert, ds, dh;
-    uint64_t q1, q2;        /* LoRA */
-    uint64_t dh8, dh_scale; /* fp8: dH8 and its scales, for dx_rows */
-    uint64_t do_scale;      /* fp8: scales of dO8, which dh reads at parts2, before dw2 writes its sums */
+    uint64_t q1, q2; /* LoRA */
+    f8_scratch f8;
     uint64_t shared;        /* where the memory with the four uses begins */
     uint64_t a, parts2;     /* SHARED_FOR_DW2; a is at its begin, or before it if dw2 comes after dx */
     uint64_t parts1;        /* SHARED_FOR_DW1 */
@@ -64,6 +73,11 @@ typedef struct backward_call {
     moe_launch on;
 } backward_call;
 
+static inline int moe_cuda_dw_is_f8(const moe_problem *problem)
+{
+    return problem->compute == SMOE_COMPUTE_F8;
+}
+
 /* ---- backward.c; those of fp8: backward_f8.c ---- */
 
 /* 0 bytes for inference, which saves nothing for a backward. */
@@ -76,16 +90,19 @@ backward_call moe_cuda_backward_call(const device_state *state, const moe_proble
                                      const smoe_backward_args *args, char *scratch, int with_router,
                                      void *stream);
 
-/* Lays out dH8 and its scales from s->dh8 on; returns where they end. */
+/* Each lays out from s->shared on, or from `at` on, and returns where that ends: dH8 and its scales; dO8 and
+ * its scales; what dh leaves for dw with SMOE_COMPUTE_F8. */
 uint64_t moe_cuda_lay_out_dh8(const moe_problem *problem, backward_scratch *s);
-/* Lays out dO8 and its scales from s->parts2 on; returns where they end. */
-uint64_t moe_cuda_lay_out_do8(const moe_problem *problem, backward_scratch *s);
+uint64_t moe_cuda_lay_out_do8(const moe_problem *problem, uint64_t at, backward_scratch *s);
+uint64_t moe_cuda_lay_out_dw_f8(const moe_problem *problem, backward_scratch *s);
 
 /* The stages; those that are not wanted do nothing. Not all memory in scratch is there at all times: see
  * shared_use. */
 cudaError_t moe_cuda_make_backward_lists(const backward_call *call);
 cudaError_t moe_cuda_run_dh(backward_call *call);
 cudaError_t moe_cuda_dh_f8(backward_call *call, const moe_dh *dh);
+cudaError_t moe_cuda_dw_f8(backward_call *call, const moe_dw *dw);
+cudaError_t moe_cuda_db1_f8(const backward_call *call, const moe_cuda_db *db1);
 cudaError_t moe_cuda_run_ds(const backward_call *call);
 cudaError_t moe_cuda_run_dx_rows(backward_call *call, int64_t first_column, int64_t columns);
 cudaError_t moe_cuda_dx_rows_f8(backward_call *call, const moe_dx_rows *dx);

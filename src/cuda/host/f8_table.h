@@ -102,6 +102,9 @@ typedef struct moe_f8_dw {
     const int32_t *largest;  /* C, the same shape */
 } moe_f8_dw;
 
+/* db1 of dH8, on any GPU: the values are its bytes, row_weight its scales (rows, ceil(half / 256)). */
+cudaError_t moe_cuda_db_f8_launch(const moe_launch *on, const moe_cuda_db *db, smoe_type gradient_type);
+
 typedef struct moe_f8_kernels {
     cudaError_t (*rows)(const moe_launch *on, const moe_f8_rows *rows);
     cudaError_t (*weights)(const moe_launch *on, const moe_f8_quantized *weights);
