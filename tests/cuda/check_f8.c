@@ -12,9 +12,10 @@ static void check_rows(const moe_launch *on, int64_t rows, int64_t columns)
     puts(name);
     float *x = draw(rows * columns, 0);
     for (int64_t r = 0; r < rows; r++) /* scales over the whole range, a NaN, an inf, a row of zeros */
-        for (int64_t i = 0; i < columns; i++)
-            x[r * columns + i] =
-                r % 7 == 3 ? 0.0f : bf16(ldexpf(x[r * columns + i], (int)(r * 37 % 250) - 126));
+        for (int64_t i = 0; i < columns; i++) {
+            const float value = i == r * 480 % columns ? 64.0f : x[r * columns + i]; /* the largest */
+            x[r * columns + i] = r % 7 == 3 ? 0.0f : bf16(ldexpf(value, (int)(r * 37 % 250) - 130));
+        }
     x[columns + 5] = NAN;
     x[2 * columns + columns - 1] = -INFINITY;
     const gpu_buffer from = upload(x, rows * columns, SMOE_TYPE_BF16),
@@ -435,7 +436,8 @@ int main(void)
     smoe_context *context = open_hopper();
     moe_launch on = launch_on(context->state, SMOE_TYPE_BF16, NULL);
     check_rows(&on, 300, 16);
-    check_rows(&on, 9, 2064);
+    check_rows(&on, 12, 1296);
+    check_rows(&on, 12, 4640);
     static const shape shapes[] = {
         {256, 128, 5, 1, 0, SMOE_TYPE_BF16, 0, 5}, {144, 48, 4, 1, 1, SMOE_TYPE_BF16, 1, 2},
         {16, 16, 3, 0, 0, SMOE_TYPE_F32, 2, 1},    {272, 144, 3, 1, 1, SMOE_TYPE_F32, 0, 3},

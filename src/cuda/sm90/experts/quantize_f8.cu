@@ -2,8 +2,8 @@
 // matrix of an expert, in both layouts that the GEMMs read.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// Rows, bytes: 2 T d read, T d + 4 T written. A warp has a row. It reads the row twice, first for the largest
-// magnitude; the second time the row is in L1.
+// Rows, bytes: 2 T d read, T d + 4 T written. A warp has a row, up to 4096 columns of it in registers. The
+// rest is read twice, first for the largest magnitude.
 //
 // Weights, bytes of 16-bit weights: 6 E d n read, 6 E d n written (gated). The largest magnitude of a matrix
 // must be known before its first byte is written, and the matrix should be read only once. So what has been
@@ -33,91 +33,9 @@ namespace moe
 namespace
 {
 
-template <typename T> MOE_DEVICE void load_eight(float (&to)[8], const T *from)
-{
-    const uint4 v = __ldg((const uint4 *)from);
-    const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        to[2 * i] = storage<T>::low(pairs[i]);
-        to[2 * i + 1] = storage<T>::high(pairs[i]);
-    }
-}
+enum { ROW_BYTES = 256 }; // of a tile of weights
 
-MOE_DEVICE uint32_t largest_of(uint32_t amax, const float (&v)[8])
-{
-#pragma unroll
-    for (int i = 0; i < 8; i++) amax = moe_f8_amax(amax, v[i]);
-    return amax;
-}
-
-MOE_DEVICE uint32_t largest_of_warp(uint32_t amax)
-{
-#pragma unroll
-    for (int step = 16; step; step /= 2) amax = max(amax, __shfl_xor_sync(~0u, amax, step));
-    return amax;
-}
-
-MOE_DEVICE uint2 quantize_eight(const float (&v)[8], float factor)
-{
-    return {pack_e4m3(v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor),
-            pack_e4m3(v[4] * factor, v[5] * factor, v[6] * factor, v[7] * factor)};
-}
-
-// ---- Rows
-
-enum { ROW_THREADS = 256, ROW_WARPS = ROW_THREADS / 32 };
-
-struct rows_params {
-    const void *x;
-    uint8_t *bytes;
-    float *scale;
-    int rows, columns;
-};
-
-template <typename T> __global__ void __launch_bounds__(ROW_THREADS) quantize_rows(const rows_params p)
-{
-    const int row = blockIdx.x * ROW_WARPS + warp_number(), lane = threadIdx.x & 31;
-    if (row >= p.rows) return;
-    const T *from = (const T *)p.x + (int64_t)row * p.columns;
-    uint8_t *to = p.bytes + (int64_t)row * p.columns;
-    uint32_t amax = 0;
-#pragma unroll 4
-    for (int column = lane * 8; column < p.columns; column += 256) {
-        float v[8];
-        load_eight(v, from + column);
-        amax = largest_of(amax, v);
-    }
-    amax = largest_of_warp(amax);
-    const float factor = moe_f8_factor(amax);
-#pragma unroll 4
-    for (int column = lane * 8; column < p.columns; column += 256) {
-        float v[8];
-        load_eight(v, from + column);
-        *(uint2 *)(to + column) = quantize_eight(v, factor);
-    }
-    if (lane == 0) p.scale[row] = moe_f8_scale(amax);
-}
-
-// ---- Weights
-
-enum {
-    WORKERS = 512,
-    PLANNER = WORKERS / 32, // warps
-    REPORTER,
-    THREADS = WORKERS + 64,
-    ROWS = 128,      // of a tile
-    ROW_BYTES = 256, // of the source
-    CHUNKS = ROW_BYTES / 16,
-    GROUPS = ROWS / 4, // of four rows
-    SLOT_BYTES = ROWS * ROW_BYTES,
-    SLOTS = 7,
-    IN_FLIGHT = 1, // a tile is read so many steps after its load began
-    WEIGHTS_SHARED = SLOTS * SLOT_BYTES
-};
-static_assert(WORKERS == GROUPS * CHUNKS, "a worker has four rows of a chunk");
-
-// 16 bytes of the source, and a tile.
+// 16 bytes of the source, and a tile of weights.
 template <typename T> struct chunk_of {
     enum { COLUMNS = 16 / sizeof(T), WORDS = COLUMNS / 4, TILE_COLUMNS = ROW_BYTES / sizeof(T) };
     static MOE_DEVICE uint32_t largest(uint32_t amax, uint4 v) // amax: of the elements' bits
@@ -155,6 +73,77 @@ template <> struct chunk_of<float> {
                          __uint_as_float(v.z) * factor, __uint_as_float(v.w) * factor);
     }
 };
+
+// ---- Rows
+
+enum { ROW_THREADS = 256, ROW_WARPS = ROW_THREADS / 32, WARP_COLUMNS = 32 * 8 };
+
+struct rows_params {
+    const void *x;
+    uint8_t *bytes;
+    float *scale;
+    int rows, columns;
+};
+
+template <typename T> MOE_DEVICE uint2 quantize_eight(uint4 v, float factor)
+{
+    return {chunk_of<T>::quantize(v, 0, factor), chunk_of<T>::quantize(v, 1, factor)};
+}
+
+// KEPT: a lane has so many vectors of eight elements in registers, so that the row is read once.
+template <typename T, int KEPT>
+__global__ void __launch_bounds__(ROW_THREADS) quantize_rows(const rows_params p)
+{
+    const int row = blockIdx.x * ROW_WARPS + warp_number(), first = (threadIdx.x & 31) * 8;
+    if (row >= p.rows) return;
+    const T *from = (const T *)p.x + (int64_t)row * p.columns;
+    uint8_t *to = p.bytes + (int64_t)row * p.columns;
+    uint4 kept[KEPT];
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) {
+        const int column = first + i * WARP_COLUMNS;
+        kept[i] = column < p.columns ? __ldg((const uint4 *)(from + column)) : uint4{0, 0, 0, 0};
+    }
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) most = chunk_of<T>::largest(most, kept[i]);
+    for (int column = first + KEPT * WARP_COLUMNS; column < p.columns; column += WARP_COLUMNS)
+        most = chunk_of<T>::largest(most, __ldg((const uint4 *)(from + column)));
+    const uint32_t amax = __reduce_max_sync(~0u, chunk_of<T>::as_float(most));
+    const float factor = moe_f8_factor(amax);
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) {
+        const int column = first + i * WARP_COLUMNS;
+        if (column < p.columns) *(uint2 *)(to + column) = quantize_eight<T>(kept[i], factor);
+    }
+    for (int column = first + KEPT * WARP_COLUMNS; column < p.columns; column += WARP_COLUMNS)
+        *(uint2 *)(to + column) = quantize_eight<T>(__ldg((const uint4 *)(from + column)), factor);
+    if (first == 0) p.scale[row] = moe_f8_scale(amax);
+}
+
+template <typename T> auto kernel_of_rows(int64_t columns)
+{
+    return columns <= 4 * WARP_COLUMNS   ? quantize_rows<T, 4>
+           : columns <= 8 * WARP_COLUMNS ? quantize_rows<T, 8>
+                                         : quantize_rows<T, 16>;
+}
+
+// ---- Weights
+
+enum {
+    WORKERS = 512,
+    PLANNER = WORKERS / 32, // warps
+    REPORTER,
+    THREADS = WORKERS + 64,
+    ROWS = 128, // of a tile
+    CHUNKS = ROW_BYTES / 16,
+    GROUPS = ROWS / 4, // of four rows
+    SLOT_BYTES = ROWS * ROW_BYTES,
+    SLOTS = 7,
+    IN_FLIGHT = 1, // a tile is read so many steps after its load began
+    WEIGHTS_SHARED = SLOTS * SLOT_BYTES
+};
+static_assert(WORKERS == GROUPS * CHUNKS, "a worker has four rows of a chunk");
 
 struct matrix {
     const void *from; // of the first expert
@@ -532,8 +521,8 @@ extern "C" cudaError_t moe_sm90_f8_rows(const moe_launch *on, const moe_f8_rows 
     if (!r->rows) return cudaSuccess;
     return for_type(storage_types(), on->dtype, [&](auto t) {
         using T = typename decltype(t)::type;
-        return enqueue(quantize_rows<T>, (unsigned)moe_divide_up(r->rows, ROW_WARPS), ROW_THREADS, 0,
-                       on->stream, p);
+        return enqueue(kernel_of_rows<T>(r->columns), (unsigned)moe_divide_up(r->rows, ROW_WARPS),
+                       ROW_THREADS, 0, on->stream, p);
     });
 }
 
