@@ -11,7 +11,7 @@ typedef struct dh_case {
 /* What dh reads. */
 typedef struct inputs {
     quantized dout, w2; /* (T, d); transposed: (experts, n, d) */
-    float *weights;     /* (rows), 0 in pad rows */
+    float *weights;     /* (rows), 0 in pad rows and some others */
     float *h;           /* (rows, width), bf16 */
 } inputs;
 
@@ -39,7 +39,7 @@ static inputs draw_inputs(const dh_case *test, const plan *p)
                  .weights = draw(p->rows, 0),
                  .h = draw(p->rows * width_of(c), 0)};
     for (int64_t r = 0; r < p->rows; r++)
-        if (p->row_token[r] < 0) in.weights[r] = 0.0f;
+        if (p->row_token[r] < 0 || r % 5 == 1) in.weights[r] = 0.0f;
     free(dout), free(w2);
     return in;
 }
@@ -185,13 +185,15 @@ static dw_rows make_dw_rows(const experts_case *c, const plan *p, const float *v
     w.scales = malloc((size_t)c->tokens * 4), w.expected = malloc((size_t)of_experts * 4);
     w.exponent = malloc((size_t)(p->rows * groups) * 4), w.bytes = malloc((size_t)w.count);
     for (int64_t t = 0; t < c->tokens; t++)
-        w.scales[t] = scales ? scales[t] : moe_float_of((uint32_t)(127 - t * 3 % 9) << 23);
+        w.scales[t] = scales ? scales[t] : moe_float_of((uint32_t)(131 - t * 3 % 9) << 23);
     for (int64_t i = p->rows * groups - 1; i >= 0; i--) { /* an expert's first row has the expected one */
         const int64_t r = i / groups, token = p->row_token[r] < 0 ? 0 : p->row_token[r];
         const uint32_t amax = group_amax(values + r * w.columns, halves, n, i % groups);
         w.expected[p->expert_of_row[r] * groups + i % groups] =
             moe_f8_exponent(moe_f8_scale(amax)) + moe_f8_exponent(w.scales[token]) + 1;
     }
+    for (int64_t g = 0; g < groups; g++)
+        w.expected[of_experts - 1 - g] = MOE_F8_LEAST; /* all rows exceed it */
     for (int64_t i = 0; i < p->rows * groups; i++) {
         const int64_t r = i / groups, token = p->row_token[r] < 0 ? 0 : p->row_token[r];
         want_row(&w, values + r * w.columns, r, halves, n, i % groups,

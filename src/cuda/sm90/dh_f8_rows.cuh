@@ -1,14 +1,13 @@
-// The worker warps of dh_f8.cu for SMOE_COMPUTE_F8: from rows of dA' in shared memory and rows of H they
-// compute dH8, the partial sums of dS, and dH_w and A'_w, the copies of dH and A' that dw reads (f8.h).
+// The worker warps of dh_f8.cu: from rows of dA' in shared memory and rows of H they compute dH8, the partial
+// sums of dS, and what dw reads: dH and A' in dtype or, FOR_DW, their copies dH_w and A'_w (f8.h).
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// A warp goes through the rows of a warp tile one after the other, and has H of the next row in registers. So
-// that this comes from L2, it prefetches H of its next warp tile. With eight worker warps each has the warp
-// tiles of one consumer warp, with four those of two.
+// With eight worker warps each has the warp tiles of one consumer warp, with four those of two. A warp goes
+// through the rows of a warp tile one step after the other. H comes from a ring in shared memory, DEPTH steps
+// ahead. With DEPTH 0 there is no memory for it: then H of the next step is in registers, and in L2 earlier.
 //
-// Bytes of a column of 16 rows lie together (moe_f8_dw_byte). A row's bytes of dH_w stay where its
-// dA' was, until all rows of the warp tile are there. Those of A'_w wait for eight rows in other memory, and
-// are then stored as 8 bytes for each column. So the rows come in the order of moe_f8_dw_byte.
+// The 16 bytes that a column has of 16 rows of a copy lie together (moe_f8_dw_byte). So a warp keeps the
+// bytes of its warp tile: those of dH_w where the dA' of their row was, those of A'_w in memory of their own.
 #pragma once
 #include "f8.h"
 #include "sm90/dh_rows.cuh"
@@ -33,12 +32,6 @@ struct dh_f8_params : dh_params { // dout: (T, d) bytes; hidden: d / 2; w2: moe_
 
 static_assert((int)MOE_F8_DH_FEATURES == (int)TILE_COLUMNS, "a column tile is a group");
 
-// The place in its warp tile of the row that comes as number m.
-MOE_DEVICE int row_in_order(int m)
-{
-    return (m >> 2) * 2 + (m & 1) + (m & 2) * 4;
-}
-
 // ---- H
 
 // A row's elements of this lane.
@@ -52,6 +45,48 @@ template <bool GATED> MOE_DEVICE h_vectors load_h(const dh_f8_params &p, const c
     return {load_global16_if(exists, gate),
             GATED ? load_global16_if(exists, up_half(gate, p)) : make_uint4(0, 0, 0, 0)};
 }
+
+// The steps of H that come next, of one warp. take(): H of the next step; starts the copy of the one DEPTH
+// steps after it, which begins at `ahead`.
+template <bool GATED, int DEPTH> struct h_ahead {
+    enum { STEPS = DEPTH };
+    h_ring<GATED> ring;
+
+    MOE_DEVICE h_ahead(const dh_f8_params &p, uint32_t memory, int lane) : ring{p, memory + lane * 16}
+    {
+    }
+    MOE_DEVICE void begin(const char *gate, int column, int step)
+    {
+        ring.fetch(gate, column, step);
+    }
+    MOE_DEVICE h_vectors take(const char *ahead, int column, int step)
+    {
+        const int slot = step % DEPTH;
+        wait_copies<DEPTH - 1>();
+        const h_vectors h = {ring.gate(slot), ring.up(slot)};
+        ring.fetch(ahead, column, slot);
+        return h;
+    }
+};
+template <bool GATED> struct h_ahead<GATED, 0> {
+    enum { STEPS = 1 };
+    const dh_f8_params &p;
+    h_vectors next;
+
+    MOE_DEVICE h_ahead(const dh_f8_params &params, uint32_t, int) : p(params)
+    {
+    }
+    MOE_DEVICE void begin(const char *gate, int column, int)
+    {
+        next = load_h<GATED>(p, gate, column);
+    }
+    MOE_DEVICE h_vectors take(const char *ahead, int column, int)
+    {
+        const h_vectors h = next;
+        next = load_h<GATED>(p, ahead, column);
+        return h;
+    }
+};
 
 // A warp tile of H goes to L2. at.column: of the lane.
 template <bool GATED, width W>
@@ -129,25 +164,45 @@ MOE_DEVICE uint2 quantized(const float (&v)[8], float factor)
             pack_e4m3(v[4] * factor, v[5] * factor, v[6] * factor, v[7] * factor)};
 }
 
-// dH8 and its scale. offset: of the lane's elements of the row; of_group: where the scale is.
-template <width W, bool GATED>
+// offset: of the lane's elements of the row
+template <bool GATED>
 MOE_DEVICE void store_dh8(const dh_f8_params &p, const gradients &of, uint32_t amax, int64_t offset,
-                          int64_t of_group, bool exists, bool first_lane)
+                          bool exists)
 {
     const float factor = moe_f8_factor(amax);
     const char *const to = (const char *)p.dh8 + offset;
     const uint2 gate = quantized(of.dh[0], factor), up = quantized(of.dh[1], factor);
     store_streaming8_if(exists, (void *)to, gate.x, gate.y);
     if (GATED) store_streaming8_if(exists, (void *)advance_by_adds(to, p.intermediate), up.x, up.y);
-    if (first_lane) p.dh_scale[of_group] = moe_f8_scale(amax);
+}
+
+template <typename T> MOE_DEVICE uint4 pack_eight(const float (&v)[8])
+{
+    using S = storage<T>;
+    return {S::pack(v[0], v[1]), S::pack(v[2], v[3]), S::pack(v[4], v[5]), S::pack(v[6], v[7])};
+}
+
+// The lane's vectors of dH and A' in dtype.
+template <typename T, bool GATED>
+MOE_DEVICE void store_in_dtype(const dh_f8_params &p, const gradients &of, int64_t offset, int column,
+                               bool exists)
+{
+    const char *const to_dh = (const char *)p.dh + 2 * offset;
+    const int64_t a_bytes = GATED ? offset + column : 2 * offset; // 2 (row n + column)
+    store_streaming16_if(exists, (void *)to_dh, pack_eight<T>(of.dh[0]));
+    if (GATED) store_streaming16_if(exists, (void *)up_half(to_dh, p), pack_eight<T>(of.dh[1]));
+    store_streaming16_if(exists, (char *)p.a + a_bytes, pack_eight<T>(of.a));
 }
 
 // ---- The copies for dw
 
-// Lane i has those of row i % 16 of its warp tile.
 struct token_scales {
     float x, dout;
 };
+MOE_DEVICE token_scales load_scales(const dh_f8_params &p, int token)
+{
+    return {__ldg(p.for_dw[0].token_scale + max(token, 0)), __ldg(p.for_dw[1].token_scale + max(token, 0))};
+}
 
 // The group of a warp tile's features: its number among those of all experts, and the exponents that are
 // expected of dH_w and A'_w.
@@ -156,38 +211,70 @@ struct group_of_features {
     int32_t expected[2];
 };
 
-// Where a warp has bytes in shared memory, in pieces of 128 columns of a row. Rows 2 j and 2 j + 1 of a piece
-// are read at once, 64 bytes of each, so these lie in different banks.
+// Where a warp keeps bytes in shared memory, in pieces of 128 columns: row by row, and a row's 16 bytes
+// exchanged so that the 32 bytes that are read at once of rows 2 j and 2 j + 1 lie in different banks.
 template <width W> struct kept_bytes {
-    enum { PIECES = tile_width<W>::COLUMNS / 128, A_ROWS = 8, A_BYTES = 2 * 128 * A_ROWS };
+    enum { PIECES = tile_width<W>::COLUMNS / 128, BYTES = PIECES * SUBTILE_BYTES };
     uint32_t dh, a;
 
-    static MOE_DEVICE uint32_t in_piece(int row, int column)
+    static MOE_DEVICE uint32_t at(int row, int column)
     {
-        return ((column >> 4 & 7) ^ (row & 1) * 4) * 16 + (column & 15);
-    }
-    MOE_DEVICE uint32_t dh_at(int half, int row, int column) const
-    {
-        return dh + (half * PIECES + (column >> 7)) * SUBTILE_BYTES + row * 128 + in_piece(row, column);
-    }
-    MOE_DEVICE uint32_t a_at(int m, int column) const
-    {
-        return a + (m % A_ROWS * PIECES + (column >> 7)) * 128 + in_piece(m, column);
+        return (column >> 7) * SUBTILE_BYTES + row * 128 + ((column >> 4 & 7) ^ (row & 1) * 4) * 16 +
+               (column & 15);
     }
 };
-static_assert(8 * kept_bytes<MIDDLE>::A_BYTES <= 4 * RING_WARP, "A'_w is where dh.cu has H");
+static_assert(2 * kept_bytes<MIDDLE>::BYTES == WARP_TILE_BYTES, "dH_w is where dA' was");
 
-// Finds w of a row of dH_w (0) or A'_w (1). Returns what multiplies its elements.
-MOE_DEVICE float row_factor(const dh_f8_params &p, int which, const group_of_features &group,
-                            int64_t of_group, uint32_t amax, float token_scale, bool first_lane)
+// A lane's row of a warp tile: the largest of dH, and w of dH_w and A'_w. They are stored after the last row.
+struct row_numbers {
+    uint32_t amax;
+    int32_t w[2];
+};
+
+template <width W, bool FOR_DW>
+MOE_DEVICE void store_numbers(const dh_f8_params &p, const row_numbers &of, place at,
+                              const group_of_features &group, int lane)
 {
-    const moe_f8_dw_rows &to = p.for_dw[which];
-    const int32_t w = moe_f8_row_exponent(group.expected[which], amax, token_scale);
-    if (first_lane) {
-        to.exponent[of_group] = w;
-        if (w > group.expected[which]) atomicMax(to.largest + group.number, w);
+    constexpr int LANES = tile_width<W>::LANES, ROWS = tile_width<W>::ROWS;
+    if (lane % LANES >= WARP_TILE_ROWS / ROWS) return;
+    const int row = at.row + lane % LANES * ROWS + tile_width<W>::row(lane);
+    const int64_t to = (int64_t)row * p.groups + at.column / MOE_F8_DH_FEATURES;
+    p.dh_scale[to] = moe_f8_scale(of.amax);
+    if constexpr (FOR_DW)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            p.for_dw[i].exponent[to] = of.w[i];
+            if (of.w[i] > group.expected[i]) atomicMax(p.for_dw[i].largest + group.number, of.w[i]);
+        }
+}
+
+// What multiplies a row's elements of dH_w and A'_w. Lane i has that of row i % 16 for the expected w, which
+// is right if no product exceeds 448. NaN: it is less than any w of the token.
+struct copy_factors {
+    float of[2];
+};
+MOE_DEVICE float expected_factor(int32_t expected, float token_scale)
+{
+    const int32_t k = moe_f8_exponent(token_scale) - expected;
+    return k > -MOE_F8_LEAST ? __uint_as_float(0x7fc00000) : moe_f8_power(k);
+}
+
+// The factors of a row that may exceed the expected w. row: of all.
+template <width W>
+MOE_DEVICE copy_factors find_factors(const dh_f8_params &p, const group_of_features &group, uint32_t dh_max,
+                                     float a_most, int row, row_numbers &own, bool is_own)
+{
+    const token_scales token = load_scales(p, __ldg(p.row_token + row));
+    const uint32_t most[2] = {dh_max, largest_of_row<W>(a_most)};
+    const float scale[2] = {token.x, token.dout};
+    copy_factors factors;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int32_t w = moe_f8_row_exponent(group.expected[i], most[i], scale[i]);
+        if (is_own) own.w[i] = w;
+        factors.of[i] = moe_f8_row_factor(w, most[i], scale[i]);
     }
-    return moe_f8_row_factor(w, amax, token_scale);
+    return factors;
 }
 
 MOE_DEVICE void keep(uint32_t to, const float (&v)[8], float factor)
@@ -196,139 +283,130 @@ MOE_DEVICE void keep(uint32_t to, const float (&v)[8], float factor)
     store_shared8(to, bytes.x, bytes.y);
 }
 
-// ldmatrix.trans gives a lane a pair of columns of two rows. Four matrices whose rows are 2 i and 2 i + 1 of
-// four blocks of 16 columns give it those of block lane % 4, of eight rows. These are the row and the column
-// that the lane addresses, and the first of the columns that it gets, of 64.
-struct pair_of_columns {
-    int row, from, to;
-    MOE_DEVICE explicit pair_of_columns(int lane)
-        : row((lane >> 3) * 2 + (lane & 1)), from((lane >> 1 & 3) * 16), to((lane & 3) * 16 + (lane >> 2) * 2)
+// ldmatrix.trans gives lane (i, j), 4 i + j, of every matrix what its rows 2 j and 2 j + 1 have in columns
+// 2 i and 2 i + 1. With rows 2 m and 2 m + 1 of 16 columns as rows 0, 1 and also 2, 3 of matrix m, and those
+// of the next 16 columns as 4, 5 and 6, 7, lanes (i, 0) and (i, 1) get the same bytes. Each keeps one of the
+// two columns. So 32 lanes have 32 columns in memory's order, and store whole sectors of 32 bytes.
+struct own_column {
+    int row, from, to; // the row and the column that the lane addresses, and the column that it gets, of 32
+    uint32_t choice;   // for __byte_perm
+    MOE_DEVICE explicit own_column(int lane)
+        : row((lane >> 3) * 2 + (lane & 1)), from((lane & 4) * 4),
+          to((lane & 2) * 8 + (lane >> 2) * 2 + (lane & 1)), choice(lane & 1 ? 0x7531 : 0x6420)
     {
     }
 };
-enum { FIRST_COLUMN = 0x6420, SECOND_COLUMN = 0x7531 }; // for __byte_perm
 
-// dH_w of a warp tile. first: column of the tile.
-template <width W, bool GATED>
-MOE_DEVICE void store_dh_w(const dh_f8_params &p, const kept_bytes<W> &kept, int row, int first, int lane)
+// What a warp has kept of 16 rows goes to their group of 16 rows. to: column 0 of the tile; columns: that
+// exist.
+template <width W> MOE_DEVICE void store_group(uint32_t kept, uint8_t *to, int columns, int lane)
 {
-    const pair_of_columns own(lane);
-    const int columns = GATED ? 2 * p.intermediate : p.intermediate;
+    const own_column own(lane);
+    uint32_t from = kept + kept_bytes<W>::at(own.row, own.from);
+    to += own.to * 16, columns -= own.to;
 #pragma unroll 1
-    for (int half = 0; half < (GATED ? 2 : 1); half++)
-#pragma unroll 1
-        for (int c = 0; c < tile_width<W>::COLUMNS; c += 64) {
+    for (int piece = 0; piece < kept_bytes<W>::PIECES; piece++) {
+#pragma unroll
+        for (int c = 0; c < 128; c += 32) {
             uint32_t low[4], high[4]; // rows 0 to 7, 8 to 15
-            const uint32_t from = kept.dh_at(half, own.row, c + own.from);
-            load_matrices_transposed(low, from);
-            load_matrices_transposed(high, from + 8 * 128);
-            const int column = first + c + own.to;
-            const auto words = [&](int of) {
-                return make_uint4(__byte_perm(low[0], high[0], of), __byte_perm(low[1], high[1], of),
-                                  __byte_perm(low[2], high[2], of), __byte_perm(low[3], high[3], of));
-            };
-            uint8_t *const to =
-                p.for_dw[0].rows + ((int64_t)(row >> 4) * columns + half * p.intermediate + column) * 16;
-            store_streaming16_if(column < p.intermediate, to, words(FIRST_COLUMN));
-            store_streaming16_if(column < p.intermediate, to + 16, words(SECOND_COLUMN));
+            load_matrices_transposed(low, from ^ c);
+            load_matrices_transposed(high, (from ^ c) + 8 * 128);
+            store_streaming16_if(c < columns, to + c * 16,
+                                 make_uint4(__byte_perm(low[0], high[0], own.choice),
+                                            __byte_perm(low[1], high[1], own.choice),
+                                            __byte_perm(low[2], high[2], own.choice),
+                                            __byte_perm(low[3], high[3], own.choice)));
         }
+        from += SUBTILE_BYTES, to += 128 * 16, columns -= 128;
+    }
 }
 
-// A'_w of eight rows: the first (part 0) or last (1) 8 of 16 bytes of every column.
-template <width W>
-MOE_DEVICE void store_a_w(const dh_f8_params &p, const kept_bytes<W> &kept, int part, int row, int first,
-                          int lane)
+// dH_w and A'_w of a warp tile whose first column is `column`.
+template <width W, bool GATED>
+MOE_DEVICE void store_copies(const dh_f8_params &p, const kept_bytes<W> &kept, int row, int column, int lane)
 {
-    const pair_of_columns own(lane);
-#pragma unroll 1
-    for (int c = 0; c < tile_width<W>::COLUMNS; c += 64) {
-        uint32_t m[4];
-        load_matrices_transposed(m, kept.a_at(own.row, c + own.from));
-        const int column = first + c + own.to;
-        uint8_t *const to =
-            p.for_dw[1].rows + ((int64_t)(row >> 4) * p.intermediate + column) * 16 + part * 8;
-        store_streaming8_if(column < p.intermediate, to, __byte_perm(m[0], m[1], FIRST_COLUMN),
-                            __byte_perm(m[2], m[3], FIRST_COLUMN));
-        store_streaming8_if(column < p.intermediate, to + 16, __byte_perm(m[0], m[1], SECOND_COLUMN),
-                            __byte_perm(m[2], m[3], SECOND_COLUMN));
-    }
+    const int64_t n = p.intermediate, first = (row >> 4) * n + column;
+    const int columns = p.intermediate - column;
+    uint8_t *const to = p.for_dw[0].rows + (GATED ? 2 * first - column : first) * 16;
+    __syncwarp();
+    store_group<W>(kept.dh, to, columns, lane);
+    if (GATED) store_group<W>(kept.dh + kept.BYTES, to + n * 16, columns, lane);
+    store_group<W>(kept.a, p.for_dw[1].rows + first * 16, columns, lane);
 }
 
 // ---- A warp tile
 
-// Everything of the row that comes as number m. Returns the lane's part of <dA', A>.
-template <typename T, int KIND, width W>
+// Everything of a row but its numbers. Returns the lane's part of <dA', A>.
+template <typename T, int KIND, width W, bool FOR_DW>
 MOE_DEVICE float work_row(const dh_f8_params &p, const kept_bytes<W> &kept, uint4 x, const h_vectors &h,
-                          place at, const group_of_features &group, int m, float weight, float y_weight,
-                          token_scales tokens, int lane)
+                          place at, const group_of_features &group, int row, float weight, float y_weight,
+                          copy_factors expected, row_numbers &own, int lane)
 {
     constexpr bool GATED = activation<T, KIND>::GATED;
-    const int row = row_in_order(m), column = tile_width<W>::column(lane);
-    const bool exists = at.column < p.intermediate, first_lane = lane % tile_width<W>::LANES == 0;
+    const bool exists = at.column < p.intermediate;
+    const bool is_own = lane % tile_width<W>::LANES == row / tile_width<W>::ROWS;
     const int64_t offset = (int64_t)(at.row + row) * h_width_of<T, KIND>(p) + at.column;
-    const int64_t of_group = (int64_t)(at.row + row) * p.groups + at.column / MOE_F8_DH_FEATURES;
     const gradients of = differentiate_eight<T, KIND>(p.values, x, h, weight, y_weight);
-    const uint32_t a_max = largest_of_row<W>(largest_of(of.a));
-    keep(kept.a_at(m, column), of.a, row_factor(p, 1, group, of_group, a_max, tokens.dout, first_lane));
+    if (!FOR_DW) store_in_dtype<T, GATED>(p, of, offset, at.column, exists);
     const float gate = largest_of(of.dh[0]);
-    const uint32_t amax = largest_of_row<W>(GATED ? larger_or_nan(gate, largest_of(of.dh[1])) : gate);
-    const float factor = row_factor(p, 0, group, of_group, amax, tokens.x, first_lane);
-    keep(kept.dh_at(0, row, column), of.dh[0], factor);
-    if (GATED) keep(kept.dh_at(1, row, column), of.dh[1], factor);
-    store_dh8<W, GATED>(p, of, amax, offset, of_group, exists, first_lane);
+    const float dh_most = GATED ? larger_or_nan(gate, largest_of(of.dh[1])) : gate;
+    const uint32_t amax = largest_of_row<W>(dh_most);
+    if (is_own) own.amax = amax;
+    if (FOR_DW) {
+        const float a_most = largest_of(of.a);
+        copy_factors factors = {__shfl_sync(~0u, expected.of[0], row), __shfl_sync(~0u, expected.of[1], row)};
+        if (!__all_sync(~0u, dh_most * factors.of[0] <= 448.0f && a_most * factors.of[1] <= 448.0f))
+            factors = find_factors<W>(p, group, amax, a_most, at.row + row, own, is_own);
+        const uint32_t to = kept.at(row, tile_width<W>::column(lane));
+        keep(kept.dh + to, of.dh[0], factors.of[0]);
+        if (GATED) keep(kept.dh + kept.BYTES + to, of.dh[1], factors.of[0]);
+        keep(kept.a + to, of.a, factors.of[1]);
+    }
+    store_dh8<GATED>(p, of, amax, offset, exists);
     return of.ds;
 }
 
-// Stores dS of the steps before row number m.
-template <width W>
-MOE_DEVICE void write_sums_in_order(float *ds_out, int m, const float (&ds)[AHEAD], float scales, int lane)
-{
-    constexpr int LANES = tile_width<W>::LANES, STEP_ROWS = tile_width<W>::ROWS;
-    const int step = lane % LANES / (LANES / 4);
-    const int own = row_in_order(m + (step - AHEAD) * STEP_ROWS + tile_width<W>::row(lane));
-    const float sum = sum_of_lanes<LANES>(ds, lane), scale = __shfl_sync(~0u, scales, own);
-    if (lane % (LANES / 4) == 0) ds_out[own] = sum * scale;
-}
-
-// h: of the lane's first row, afterwards of that of `next`.
-template <typename T, int KIND, width W>
-MOE_DEVICE void work_tile(const dh_f8_params &p, const dh_layout<W> &shared, uint32_t warp_tile,
-                          const kept_bytes<W> &kept, h_vectors &h, place at, place next, int expert,
-                          float weights, token_scales tokens, float *ds_out, int lane)
+// h: from this warp tile's first row on, afterwards from that of `next`.
+template <typename T, int KIND, width W, bool FOR_DW, class H>
+MOE_DEVICE void work_tile(const dh_f8_params &p, uint32_t dh_a, float scales, const kept_bytes<W> &kept, H &h,
+                          place at, place next, int expert, float weights, token_scales tokens, float *ds_out,
+                          int lane)
 {
     constexpr bool GATED = activation<T, KIND>::GATED;
-    constexpr int ROWS = tile_width<W>::ROWS;
-    const int h_width = h_width_of<T, KIND>(p), own = tile_width<W>::row(lane);
-    const int column = tile_width<W>::column(lane), vector = column / 8;
-    const float scales = load_shared_float(shared.scale(warp_tile, lane & 15));
-    const char *const from = vector_of(p.h, at.row, h_width, at.column);
-    const char *const behind = vector_of(p.h, next.row + row_in_order(own), h_width, next.column);
+    constexpr int ROWS = tile_width<W>::ROWS, GROUP_ROWS = tile_width<W>::GROUP_ROWS;
+    const int own = tile_width<W>::row(lane), vector = tile_width<W>::column(lane) / 8;
+    const uint32_t row_bytes = h_width_of<T, KIND>(p) * 2;
+    const char *const from = vector_of(p.h, at.row, h_width_of<T, KIND>(p), at.column);
+    const char *const behind = vector_of(p.h, next.row, h_width_of<T, KIND>(p), next.column);
     group_of_features group = {(int64_t)expert * p.groups + at.column / MOE_F8_DH_FEATURES, {0, 0}};
-    for (int i = 0; i < 2; i++) group.expected[i] = __ldg(p.for_dw[i].expected + group.number);
+    row_numbers numbers = {};
+    copy_factors factors = {};
+    if (FOR_DW) {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            numbers.w[i] = group.expected[i] = __ldg(p.for_dw[i].expected + group.number);
+        factors = {expected_factor(group.expected[0], tokens.x),
+                   expected_factor(group.expected[1], tokens.dout)};
+    }
     float ds[AHEAD] = {};
 #pragma unroll 1
-    for (int m = 0; m < WARP_TILE_ROWS;) {
-        const bool last = m + ROWS == WARP_TILE_ROWS;
-        const char *ahead = last ? behind : advance_by_adds(from, row_in_order(m + ROWS + own) * h_width * 2);
-        const h_vectors following = load_h<GATED>(p, ahead, last ? next.column : at.column);
-        const int row = row_in_order(m + own);
-        const uint4 x = load_shared16(shared.warp_tile(warp_tile) + (vector >> 3) * SUBTILE_BYTES +
-                                      moe_subtile_offset(row, vector & 7));
+    for (int first = 0; first < WARP_TILE_ROWS;) {
+        const int row = first + own, ahead = row + H::STEPS * ROWS;
+        const bool last = first + H::STEPS * ROWS >= WARP_TILE_ROWS;
+        const h_vectors here =
+            h.take(advance_by_adds(last ? behind : from, ahead % WARP_TILE_ROWS * row_bytes),
+                   last ? next.column : at.column, first / ROWS);
+        const uint4 x =
+            load_shared16(dh_a + (vector >> 3) * SUBTILE_BYTES + moe_subtile_offset(row, vector & 7));
         const float weight = __shfl_sync(~0u, weights, row);
-        const token_scales of_row = {__shfl_sync(~0u, tokens.x, row), __shfl_sync(~0u, tokens.dout, row)};
         ds[0] = ds[1], ds[1] = ds[2], ds[2] = ds[3];
-        ds[3] = work_row<T, KIND, W>(p, kept, x, h, at, group, m + own, weight,
-                                     weight * __shfl_sync(~0u, scales, row), of_row, lane);
-        h = following;
-        m += ROWS;
-        if (m % (AHEAD * ROWS) == 0) write_sums_in_order<W>(ds_out, m, ds, scales, lane);
-        if (m % kept.A_ROWS == 0) {
-            __syncwarp();
-            store_a_w(p, kept, m / kept.A_ROWS - 1, at.row, at.column - column, lane);
-            __syncwarp();
-        }
+        ds[3] = work_row<T, KIND, W, FOR_DW>(p, kept, x, here, at, group, row, weight,
+                                             weight * __shfl_sync(~0u, scales, row), factors, numbers, lane);
+        first += ROWS;
+        if (first % GROUP_ROWS == 0) write_sums<W>(ds_out, first - GROUP_ROWS, ds, scales, lane);
     }
-    store_dh_w<W, GATED>(p, kept, at.row, at.column - column, lane);
+    store_numbers<W, FOR_DW>(p, numbers, at, group, lane);
+    if (FOR_DW) store_copies<W, GATED>(p, kept, at.row, at.column - tile_width<W>::column(lane), lane);
 }
 
 // ---- The warp tiles of a worker warp
@@ -371,59 +449,63 @@ template <width W, int WORKERS> struct warp_tiles {
     }
 };
 
-MOE_DEVICE token_scales load_scales(const dh_f8_params &p, int token)
-{
-    return {__ldg(p.for_dw[0].token_scale + max(token, 0)), __ldg(p.for_dw[1].token_scale + max(token, 0))};
-}
-
-template <typename T, width W, int WORKERS, int KIND>
-MOE_DEVICE void work_f8_tiles(const dh_f8_params &p, const tile_walk &walk, const dh_layout<W> &shared,
+// D: how a kernel divides its threads and its shared memory. COPIES_FOR_DW; WORKERS, warps; DEPTH of the ring
+// of H; h(worker) and a_w(worker), where a warp has that ring and A'_w.
+template <typename T, class D, width W, int COUNT, int KIND>
+MOE_DEVICE void work_f8_tiles(const dh_f8_params &p, const tile_walk &walk, const dh_layout<W, COUNT> &shared,
                               int worker, int lane)
 {
-    constexpr bool GATED = activation<T, KIND>::GATED;
+    constexpr bool GATED = activation<T, KIND>::GATED, FOR_DW = D::COPIES_FOR_DW;
+    using H = h_ahead<GATED, D::DEPTH>;
     const int column = tile_width<W>::column(lane), h_width = h_width_of<T, KIND>(p), row = lane & 15;
-    warp_tiles<W, WORKERS> tiles(walk, worker);
+    warp_tiles<W, D::WORKERS> tiles(walk, worker);
     if (!tiles.exists()) return;
     place at = tiles.at(column);
     int consumer = tiles.consumer, expert = moe_work_expert(tiles.tile);
     float weights = __ldg(p.row_weight + at.row + row);
-    token_scales tokens = load_scales(p, __ldg(p.row_token + at.row + row));
-    h_vectors h = load_h<GATED>(
-        p, vector_of(p.h, at.row + row_in_order(tile_width<W>::row(lane)), h_width, at.column), at.column);
+    int token = FOR_DW ? __ldg(p.row_token + at.row + row) : 0;
+    H h(p, shared.base + D::h(worker), lane);
+    for (int i = 0; i < H::STEPS; i++)
+        h.begin(
+            vector_of(p.h, at.row + i * tile_width<W>::ROWS + tile_width<W>::row(lane), h_width, at.column),
+            at.column, i);
     tiles.advance();
     tiles.settle();
     uint32_t phases = 0; // bit c: parity of the next warp tile of consumer c
     for (bool more = true; more;) {
         more = tiles.exists();
-        const place next = more ? tiles.at(column) : at; // after the last tile its H is loaded once more
+        const place next = more ? tiles.at(column) : at; // after the last tile its H is fetched once more
         const int next_consumer = tiles.consumer, next_expert = moe_work_expert(tiles.tile);
         tiles.advance();
-        prefetch_h<GATED, W>(p, next, h_width, lane);
+        if (D::DEPTH == 0) prefetch_h<GATED, W>(p, next, h_width, lane);
         const float next_weights = __ldg(p.row_weight + next.row + row);
-        const int next_token = __ldg(p.row_token + next.row + row);
+        const int next_token = FOR_DW ? __ldg(p.row_token + next.row + row) : 0;
         const uint32_t warp_tile = consumer * 4 + (worker & 3);
-        const kept_bytes<W> kept = {shared.warp_tile(warp_tile),
-                                    shared.base + RING + worker * kept_bytes<W>::A_BYTES};
+        const uint32_t dh_a = shared.warp_tile(warp_tile);
+        const kept_bytes<W> kept = {dh_a, W == NARROW ? dh_a + 2 * kept_bytes<W>::BYTES
+                                                      : shared.base + D::a_w(worker)};
+        const token_scales tokens = FOR_DW ? load_scales(p, token) : token_scales{};
         barrier_wait(shared.warp_tile_full(warp_tile), phases >> consumer & 1);
-        const token_scales next_tokens = load_scales(p, next_token);
-        work_tile<T, KIND, W>(p, shared, warp_tile, kept, h, at, next, expert, weights, tokens,
-                              p.ds + at.column / TILE_COLUMNS * p.padded_rows + at.row, lane);
+        work_tile<T, KIND, W, FOR_DW>(p, dh_a, load_shared_float(shared.scale(warp_tile, row)), kept, h, at,
+                                      next, expert, weights, tokens,
+                                      p.ds + at.column / TILE_COLUMNS * p.padded_rows + at.row, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared.warp_tile_empty(warp_tile));
         phases ^= 1 << consumer;
         at = next, consumer = next_consumer, expert = next_expert;
-        weights = next_weights, tokens = next_tokens;
+        weights = next_weights, token = next_token;
         tiles.settle();
     }
+    wait_copies<0>();
 }
 
-template <typename T, width W, int WORKERS>
-MOE_DEVICE void work_f8_tiles(const dh_f8_params &p, const tile_walk &walk, const dh_layout<W> &shared,
+template <typename T, class D, width W, int COUNT>
+MOE_DEVICE void work_f8_tiles(const dh_f8_params &p, const tile_walk &walk, const dh_layout<W, COUNT> &shared,
                               int worker, int lane)
 {
     switch (p.activation) {
 #define MOE_WORK(enumerator, name, shape, curve)                                                             \
-    case enumerator: return work_f8_tiles<T, W, WORKERS, enumerator>(p, walk, shared, worker, lane);
+    case enumerator: return work_f8_tiles<T, D, W, COUNT, enumerator>(p, walk, shared, worker, lane);
         MOE_ACTIVATIONS(MOE_WORK)
 #undef MOE_WORK
     }

@@ -90,10 +90,9 @@ template <width W> struct tile_width {
 };
 static_assert(WARP_TILE_ROWS % tile_width<NARROW>::GROUP_ROWS == 0, "whole groups");
 
-template <width W> struct dh_layout : ring_layout<tile_width<W>::RING_SLOTS> {
-    enum { RING_SLOTS = tile_width<W>::RING_SLOTS };
-    MOE_DEVICE explicit dh_layout(uint32_t start)
-        : ring_layout<tile_width<W>::RING_SLOTS>{start, start + BARRIERS}
+template <width W, int COUNT = tile_width<W>::RING_SLOTS> struct dh_layout : ring_layout<COUNT> {
+    enum { RING_SLOTS = COUNT };
+    MOE_DEVICE explicit dh_layout(uint32_t start) : ring_layout<COUNT>{start, start + BARRIERS}
     {
     }
     MOE_DEVICE uint32_t warp_tile(uint32_t b) const

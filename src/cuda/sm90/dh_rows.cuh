@@ -2,9 +2,6 @@
 // the partial sums of dS. Worker warp `worker` takes the warp tiles of warp `worker` of both consumers.
 // The addresses of a row follow from those of the row before by additions.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
-//
-// S: see dh_tiles.cuh. S::work_warp_tile<KIND>, of which work_warp_tile below is that of dh.cu, computes one
-// warp tile.
 #pragma once
 #include "common/activation_gradient.cuh"
 #include "problem.h"
@@ -153,11 +150,10 @@ MOE_DEVICE void work_warp_tile(const dh_params &p, const h_ring<activation<T, KI
     write_sums<W>(ds_out, WARP_TILE_ROWS - GROUP_ROWS, ds, scales, lane);
 }
 
-template <class S, width W, int KIND>
-MOE_DEVICE void work_tiles(const typename S::params &p, const tile_walk &walk, const dh_layout<W> &shared,
-                           int worker, int lane)
+template <typename T, width W, int KIND>
+MOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout<W> &shared, int worker,
+                           int lane)
 {
-    using T = typename S::storage;
     if (blockIdx.x >= walk.units) return;
     const h_ring<activation<T, KIND>::GATED> ring = {p, shared.base + RING + worker * RING_WARP + lane * 16};
     uint32_t phases = 0; // bit c: parity of consumer c's next warp tile
@@ -183,8 +179,8 @@ MOE_DEVICE void work_tiles(const typename S::params &p, const tile_walk &walk, c
             const place next = consumer + 1 < blocks ? place{at.row + MOE_BLOCK_ROWS, at.column} : first;
             const float next_weights = __ldg(p.row_weight + next.row + (lane & 15));
             barrier_wait(shared.warp_tile_full(warp_tile), parity);
-            S::template work_warp_tile<KIND>(p, ring, shared, warp_tile, at, next, weights,
-                                             p.ds + column_tile * p.padded_rows + at.row, lane);
+            work_warp_tile<T, KIND, W>(p, ring, shared, warp_tile, at, next, weights,
+                                       p.ds + column_tile * p.padded_rows + at.row, lane);
             __syncwarp();
             if (lane == 0) barrier_arrive(shared.warp_tile_empty(warp_tile));
             at = next;
@@ -196,13 +192,13 @@ MOE_DEVICE void work_tiles(const typename S::params &p, const tile_walk &walk, c
     wait_copies<0>();
 }
 
-template <class S, width W>
-MOE_DEVICE void work_tiles(const typename S::params &p, const tile_walk &walk, const dh_layout<W> &shared,
-                           int worker, int lane)
+template <typename T, width W>
+MOE_DEVICE void work_tiles(const dh_params &p, const tile_walk &walk, const dh_layout<W> &shared, int worker,
+                           int lane)
 {
     switch (p.activation) {
 #define MOE_WORK(enumerator, name, shape, curve)                                                             \
-    case enumerator: return work_tiles<S, W, enumerator>(p, walk, shared, worker, lane);
+    case enumerator: return work_tiles<T, W, enumerator>(p, walk, shared, worker, lane);
         MOE_ACTIVATIONS(MOE_WORK)
 #undef MOE_WORK
     }

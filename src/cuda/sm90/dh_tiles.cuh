@@ -2,13 +2,13 @@
 // dh.cu explains them. With e4m3 a vector of 16 bytes has 16 elements; there `hidden` counts pairs of them.
 // Terms: docs/glossary.md; symbols: include/smoe.h.
 //
-// S is what differs. It has `params`, a dh_params or derived from it; `storage`, the type of H;
-// begin_tile<W>(p, shared, t, row, token), which a thread calls for one row of the tile number t before it
-// copies from the tile; load_weights<W>(p, map, expert, column, k, to, full); multiply<W>(acc, ring, p,
-// shared, steps, tile, t, warp, lane, done), which returns what a thread's two rows of sums are to be
-// multiplied by; and work_warp_tile<KIND>, for the worker warps. TOKENS_KEPT: the gathering has fewer
-// registers, and computes its addresses in each step with of_eight_lanes (f8.cuh). lane(lane): the lane, or
-// the lane read again, so that what follows from it is not in registers while the consumer multiplies.
+// S is what differs. It has `params`, a dh_params or derived from it; begin_tile<W>(p, shared, t, row,
+// token), which a thread calls for one row of the tile number t before it copies from the tile;
+// load_weights<W>(p, map, expert, column, k, to, full); and multiply<W>(acc, ring, p, shared, steps, tile, t,
+// warp, lane, done), which returns what a thread's two rows of sums are to be multiplied by. TOKENS_KEPT: the
+// gathering has fewer registers, and computes its addresses in each step with of_eight_lanes (f8.cuh).
+// lane(lane): the lane, or the lane read again, so that what follows from it is not in registers while the
+// consumer multiplies.
 #pragma once
 #include "sm90/dh_layout.cuh"
 #include "tma/tma.cuh"
@@ -32,11 +32,11 @@ template <bool LORA> MOE_DEVICE int steps_of(const dh_params &p)
     return LORA ? steps_of_k(p) + (p.rank + STEP - 1) / STEP : steps_of_k(p);
 }
 
-template <class S, width W, bool LORA> struct gatherer {
+template <class S, width W, bool LORA, int COUNT> struct gatherer {
     using params = typename S::params;
     const params &p;
     const tile_walk &walk;
-    const dh_layout<W> &shared;
+    const dh_layout<W, COUNT> &shared;
     int unit, column, k; // of the step to load next; column: first of the tile
     int next;            // token of row row0 + 16 (vector % 4) of the tile after this one
     int begun;           // tiles
@@ -45,7 +45,7 @@ template <class S, width W, bool LORA> struct gatherer {
     int token;                // S::TOKENS_KEPT: of row row0 + 16 (vector % 4)
     const char *from[COPIES]; // else: this thread's 16 bytes of the step
 
-    MOE_DEVICE gatherer(const params &all, const tile_walk &work, const dh_layout<W> &layout)
+    MOE_DEVICE gatherer(const params &all, const tile_walk &work, const dh_layout<W, COUNT> &layout)
         : p(all), walk(work), shared(layout), unit(blockIdx.x), column(0), k(0), next(-1), begun(0),
           tile({0, 0}), real(0), token(-1)
     {
@@ -163,14 +163,14 @@ struct row_factors {
 
 // Writes the warp's 16 rows of accumulators to its warp tile: x 2^(141 - e) in fp16, and the row's scale
 // 2^(e - 141), times its factor, to the array of scales.
-template <width W, int COUNT>
-MOE_DEVICE void dump(const float (&acc)[COUNT], const dh_layout<W> &shared, uint32_t warp_tile,
+template <width W, int SUMS, int COUNT>
+MOE_DEVICE void dump(const float (&acc)[SUMS], const dh_layout<W, COUNT> &shared, uint32_t warp_tile,
                      uint32_t parity, row_factors by, int lane)
 {
     using H = storage<__half>;
     float most_upper = 0.0f, most_lower = 0.0f; // rows lane / 4 and lane / 4 + 8
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
+    for (int i = 0; i < SUMS; i += 4) {
         most_upper = fmaxf(most_upper, fmaxf(fabsf(acc[i]), fabsf(acc[i + 1])));
         most_lower = fmaxf(most_lower, fmaxf(fabsf(acc[i + 2]), fabsf(acc[i + 3])));
     }
@@ -186,7 +186,7 @@ MOE_DEVICE void dump(const float (&acc)[COUNT], const dh_layout<W> &shared, uint
     }
     const uint32_t to = shared.warp_tile(warp_tile);
 #pragma unroll
-    for (int q = 0; q < COUNT / 8; q++) {
+    for (int q = 0; q < SUMS / 8; q++) {
         const float *v = acc + q * 8;
         store_matrices(to + (q >> 2) * SUBTILE_BYTES +
                            moe_subtile_offset(lane & 15, (q & 3) * 2 + (lane >> 4)),
@@ -197,22 +197,22 @@ MOE_DEVICE void dump(const float (&acc)[COUNT], const dh_layout<W> &shared, uint
     if (lane == 0) barrier_arrive(shared.warp_tile_full(warp_tile));
 }
 
-template <class S, width W, bool LORA>
-MOE_DEVICE void multiply_tiles(const typename S::params &p, const tile_walk &walk, const dh_layout<W> &shared,
-                               int warp, int lane)
+template <class S, width W, bool LORA, int COUNT>
+MOE_DEVICE void multiply_tiles(const typename S::params &p, const tile_walk &walk,
+                               const dh_layout<W, COUNT> &shared, int warp, int lane)
 {
-    ring_position<dh_layout<W>::RING_SLOTS> ring(0);
+    ring_position<COUNT> ring(0);
     const int consumer = warp >> 2, steps = steps_of<LORA>(p);
     uint32_t count = 0;
     int t = 0;
     float acc[tile_width<W>::COLUMNS / 2];
-    gatherer<S, W, LORA> gather(p, walk, shared);
+    gatherer<S, W, LORA, COUNT> gather(p, walk, shared);
     const auto refill = [&](uint32_t slot) {
         named_barrier_sync(CONSUMER_BARRIER + consumer, CONSUMER_THREADS);
         gather.fill(slot);
     };
 #pragma unroll 1
-    for (int i = 0; i < shared.RING_SLOTS; i++) gather.fill(i);
+    for (int i = 0; i < COUNT; i++) gather.fill(i);
     for (int unit = blockIdx.x; unit < walk.units; unit += gridDim.x, t++) {
         const moe_work tile = tile_of<W>(walk, unit); // the thread that gathers has read it before
         if (consumer >= moe_work_blocks(tile)) {
@@ -226,9 +226,9 @@ MOE_DEVICE void multiply_tiles(const typename S::params &p, const tile_walk &wal
     }
 }
 
-template <width W> MOE_DEVICE void init_barriers(const dh_layout<W> &shared)
+template <width W, int COUNT> MOE_DEVICE void init_barriers(const dh_layout<W, COUNT> &shared)
 {
-    for (int i = 0; i < shared.RING_SLOTS; i++) {
+    for (int i = 0; i < COUNT; i++) {
         barrier_init(shared.full(i), 1 + 2 * CONSUMER_THREADS);
         store_shared_word(shared.done(i), 0);
     }

@@ -62,15 +62,14 @@ using namespace dh_kernel;
 
 template <typename T, bool LORA> struct plain_dh {
     using params = dh_params;
-    using storage = T;
     enum { TOKENS_KEPT = 0 };
 
     static MOE_DEVICE int lane(int lane)
     {
         return lane;
     }
-    template <width W>
-    static MOE_DEVICE void begin_tile(const dh_params &, const dh_layout<W> &, int, int, int)
+    template <width W, int COUNT>
+    static MOE_DEVICE void begin_tile(const dh_params &, const dh_layout<W, COUNT> &, int, int, int)
     {
     }
 
@@ -85,10 +84,10 @@ template <typename T, bool LORA> struct plain_dh {
             load_box(to + i * MOE_SUBTILE_BYTES, map, full, column + i * MOE_SUBTILE_COLUMNS, row, 0, expert);
     }
 
-    template <width W, int SUMS, class Done>
-    static MOE_DEVICE row_factors multiply(float (&acc)[SUMS], ring_position<dh_layout<W>::RING_SLOTS> &ring,
-                                           const dh_params &p, const dh_layout<W> &shared, int steps,
-                                           moe_work, int, int warp, int, const Done &done)
+    template <width W, int SUMS, int COUNT, class Done>
+    static MOE_DEVICE row_factors multiply(float (&acc)[SUMS], ring_position<COUNT> &ring, const dh_params &p,
+                                           const dh_layout<W, COUNT> &shared, int steps, moe_work, int,
+                                           int warp, int, const Done &done)
     {
         if constexpr (LORA)
             gemm_cooperative::multiply<T, true, K_MAJOR, MN_MAJOR, false, true>(
@@ -96,14 +95,6 @@ template <typename T, bool LORA> struct plain_dh {
         else
             gemm_cooperative::multiply<T, true, K_MAJOR, MN_MAJOR>(acc, ring, shared, steps, warp >> 2, done);
         return {1.0f, 1.0f};
-    }
-
-    template <int KIND, width W>
-    static MOE_DEVICE void work_warp_tile(const dh_params &p, const h_ring<activation<T, KIND>::GATED> &ring,
-                                          const dh_layout<W> &shared, uint32_t warp_tile, place at,
-                                          place next, float weights, float *ds_out, int lane)
-    {
-        dh_kernel::work_warp_tile<T, KIND, W>(p, ring, shared, warp_tile, at, next, weights, ds_out, lane);
     }
 };
 
@@ -118,7 +109,7 @@ __global__ void __launch_bounds__(THREADS, 1) dh(const __grid_constant__ dh_para
     const tile_walk walk(p.lists.tiles, p.lists.counts, (p.intermediate + TILE_COLUMNS - 1) / TILE_COLUMNS);
     if (warp >= 8) {
         give_registers<120>();
-        work_tiles<plain_dh<T, LORA>, W>(p, walk, shared, warp - 8, lane);
+        work_tiles<T, W>(p, walk, shared, warp - 8, lane);
     } else {
         take_registers<192>();
         multiply_tiles<plain_dh<T, LORA>, W, LORA>(p, walk, shared, warp, lane);

@@ -14,16 +14,16 @@
 // with A' 2 R n, or dH_w R h with A'_w R n. 4 R for each column tile for the scales, for dS, and for each w.
 //
 // Schedule, tiles, ring and warp tiles are those of dh.cu; a slot has 128 columns of K instead of 64, and
-// W2's part is K-major. K above 1536 is promoted (gemm_f8.cuh). What is new:
+// W2's part is K-major. K above 1536 is promoted (gemm_f8.cuh). What is different (also sm90/dh_f8_rows.cuh):
 //
 // - A consumer also copies the scales of its rows' tokens to shared memory, before the first step of a tile.
 //   It reads them before it refills the slot of that step. It gathers at most slots + 1 tiles ahead, so there
 //   are so many sets of scales. They multiply the scale that a row of a warp tile has anyway.
 // - A column tile has one group of 256 features of dH, gate and up. A worker warp finds the largest magnitude
-//   of a row's two halves while they are in registers. These need so many registers that the compiler must
-//   not order the instructions of several rows together, as it does in dh.cu.
-// - With FOR_DW there are eight worker warps, if sums are not promoted, and another loop
-//   (sm90/dh_f8_rows.cuh).
+//   of a row's two halves while they are in registers.
+// - If sums are not promoted, there is a worker warp for each consumer warp.
+// - With FOR_DW and sums that are not promoted the ring has two slots. dO and W2 need no more, because a tile
+//   has few steps. The place of the third has A'_w and more of H.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "f8.h"
@@ -32,7 +32,6 @@
 #include "sm90/f8_kernels.h"
 #include "sm90/gemm_f8.cuh"
 #include "tma/tensor_map.h"
-#include <type_traits>
 
 namespace moe
 {
@@ -61,189 +60,25 @@ namespace
 
 using namespace dh_f8_kernel;
 
-enum { SET_BYTES = TILE_ROWS * 4, F8_SHARED_BYTES = SHARED_BYTES + (SLOTS + 1) * SET_BYTES };
+enum {
+    THIRD_SLOT = 2 * SLOT_BYTES,
+    SET_BYTES = TILE_ROWS * 4,
+    F8_SHARED_BYTES = SHARED_BYTES + (SLOTS + 1) * SET_BYTES
+};
 static_assert(F8_SHARED_BYTES <= 232448, "shared memory of an SM");
 static_assert((int)NARROW_SLOTS * (int)NARROW_SLOT_BYTES + (NARROW_SLOTS + 1) * SET_BYTES <= (int)STAGING,
               "the sets of narrow tiles are behind their ring, which is shorter");
 
 // Address of the scale of row `row` of the CTA's tile number t.
-template <width W> MOE_DEVICE uint32_t scale_at(const dh_layout<W> &shared, int t, int row)
+template <width W, int COUNT> MOE_DEVICE uint32_t scale_at(const dh_layout<W, COUNT> &shared, int t, int row)
 {
     const uint32_t first = W == NARROW ? (int)NARROW_SLOTS * (int)NARROW_SLOT_BYTES : (int)SHARED_BYTES;
-    return shared.base + first + t % (dh_layout<W>::RING_SLOTS + 1) * SET_BYTES + row * 4;
+    return shared.base + first + t % (COUNT + 1) * SET_BYTES + row * 4;
 }
 
-// The largest of the lanes that have the same row.
-template <width W> MOE_DEVICE uint32_t largest_by_shuffles(uint32_t amax)
-{
-#pragma unroll
-    for (int i = 1; i < tile_width<W>::LANES; i *= 2) amax = max(amax, __shfl_xor_sync(~0u, amax, i));
-    return amax;
-}
-
-struct gradient_pair {
-    gradient low, high;
-};
-
-// Two elements: pairs of H and of dA' (fp16).
-template <typename T, int KIND>
-MOE_DEVICE gradient_pair differentiate_two(uint32_t g, uint32_t u, const moe_gate_values &v, uint32_t x,
-                                           float weight, float y_weight, float &ds)
-{
-    using S = storage<T>;
-    using D = storage<__half>;
-    const gradient low = differentiate<T, KIND>(S::low(g), S::low(u), v, D::low(x), weight, y_weight, ds);
-    const gradient high = differentiate<T, KIND>(S::high(g), S::high(u), v, D::high(x), weight, y_weight, ds);
-    return {low, high};
-}
-
-// Computes and stores a row's vectors of dH and A' in dtype. Returns the lane's part of <dA', A>. dh: dH in
-// f32, of the gate half and of the up half.
-template <typename T, int KIND>
-MOE_DEVICE float write_in_dtype(const dh_params &p, uint4 x, uint4 g, uint4 u, const char *to_dh,
-                                const char *to_a, bool exists, float weight, float y_weight,
-                                float (&dh)[2][8])
-{
-    using S = storage<T>;
-    const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, gs[4] = {g.x, g.y, g.z, g.w}, us[4] = {u.x, u.y, u.z, u.w};
-    uint32_t gate[4], up[4], scaled[4];
-    float ds = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const gradient_pair of =
-            differentiate_two<T, KIND>(gs[i], us[i], p.values, xs[i], weight, y_weight, ds);
-        gate[i] = S::pack(of.low.gate, of.high.gate);
-        up[i] = S::pack(of.low.up, of.high.up);
-        scaled[i] = S::pack(of.low.scaled, of.high.scaled);
-        dh[0][2 * i] = of.low.gate, dh[0][2 * i + 1] = of.high.gate;
-        dh[1][2 * i] = of.low.up, dh[1][2 * i + 1] = of.high.up;
-    }
-    store_streaming16_if(exists, (void *)to_dh, {gate[0], gate[1], gate[2], gate[3]});
-    if (activation<T, KIND>::GATED)
-        store_streaming16_if(exists, (void *)up_half(to_dh, p), {up[0], up[1], up[2], up[3]});
-    store_streaming16_if(exists, (void *)to_a, {scaled[0], scaled[1], scaled[2], scaled[3]});
-    return ds;
-}
-
-template <typename T, int KIND, width W> struct f8_rows {
-    static constexpr bool GATED = activation<T, KIND>::GATED;
-    int64_t first; // of the lane's elements of the row, in dH
-    place at;
-
-    MOE_DEVICE f8_rows(const dh_f8_params &p, place tile, int row)
-        : first((int64_t)(tile.row + row) * h_width_of<T, KIND>(p) + tile.column), at(tile)
-    {
-    }
-
-    MOE_DEVICE float write(const dh_f8_params &p, uint4 x, uint4 g, uint4 u, int row, float weight,
-                           float y_weight, int lane)
-    {
-        const bool exists = at.column < p.intermediate;
-        const int64_t a_bytes = GATED ? first + at.column : 2 * first; // 2 (row n + column)
-        float dh[2][8], most = 0.0f;
-        const float ds = write_in_dtype<T, KIND>(p, x, g, u, (const char *)p.dh + 2 * first,
-                                                 (const char *)p.a + a_bytes, exists, weight, y_weight, dh);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            most = larger_or_nan(most, fabsf(dh[0][i]));
-            if (GATED) most = larger_or_nan(most, fabsf(dh[1][i]));
-        }
-        const uint32_t amax = largest_by_shuffles<W>(__float_as_uint(most));
-        const float factor = moe_f8_factor(amax);
-        const char *to = (const char *)p.dh8 + first;
-        store(exists, to, dh[0], factor);
-        if (GATED) store(exists, advance_by_adds(to, p.intermediate), dh[1], factor);
-        if (lane % tile_width<W>::LANES == 0)
-            p.dh_scale[(int64_t)(at.row + row) * p.groups + at.column / MOE_F8_DH_FEATURES] =
-                moe_f8_scale(amax);
-        return ds;
-    }
-
-    static MOE_DEVICE void store(bool exists, const char *to, const float (&v)[8], float factor)
-    {
-        store_streaming8_if(exists, (void *)to,
-                            pack_e4m3(v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor),
-                            pack_e4m3(v[4] * factor, v[5] * factor, v[6] * factor, v[7] * factor));
-    }
-
-    MOE_DEVICE void next(const dh_f8_params &p)
-    {
-        first += h_width_of<T, KIND>(p) * tile_width<W>::ROWS;
-    }
-};
-
-// As work_warp_tile, one row after the other. LOADS_AHEAD: dA' and H of the next row are in registers before
-// this one is computed.
-template <typename T, int KIND, width W, bool LOADS_AHEAD>
-MOE_DEVICE void work_f8_tile(const dh_f8_params &p, const h_ring<activation<T, KIND>::GATED> &ring,
-                             const dh_layout<W> &shared, uint32_t warp_tile, place at, place next,
-                             float weights, float *ds_out, int lane)
-{
-    constexpr int ROWS = tile_width<W>::ROWS, GROUP_ROWS = tile_width<W>::GROUP_ROWS;
-    const int h_width = h_width_of<T, KIND>(p), own = tile_width<W>::row(lane);
-    const int vector = tile_width<W>::column(lane) / 8;
-    const float scales = load_shared_float(shared.scale(warp_tile, lane & 15)), y_weights = weights * scales;
-    f8_rows<T, KIND, W> out(p, at, own);
-    const char *ahead = vector_of(p.h, at.row + own + (AHEAD - 1) * ROWS, h_width, at.column);
-    const char *const behind = vector_of(p.h, next.row + own, h_width, next.column);
-    uint32_t here =
-        shared.warp_tile(warp_tile) + (vector >> 3) * SUBTILE_BYTES + moe_subtile_offset(own, vector & 7);
-    float ds[AHEAD] = {};
-    uint4 x, g, u;
-    if constexpr (LOADS_AHEAD) {
-        wait_copies<AHEAD - 1>();
-        x = load_shared16(here), g = ring.gate(0), u = ring.up(0);
-    }
-#pragma unroll 1
-    for (int row = 0; row < WARP_TILE_ROWS; row += GROUP_ROWS) {
-        const bool last = row == WARP_TILE_ROWS - GROUP_ROWS;
-        const int ahead_column = last ? next.column : at.column;
-        write_sums<W>(ds_out, row - GROUP_ROWS, ds, scales, lane); // nothing here waits for this load
-#pragma unroll 1
-        for (int i = 0; i < AHEAD; i++) {
-            // The vectors of the rows of the other steps are exchanged.
-            const auto of_step = [&](int step) {
-                return (here ^ (step * ROWS & 7) << 4) + step * ROWS * MOE_SUBTILE_ROW_BYTES;
-            };
-            if constexpr (!LOADS_AHEAD) {
-                wait_copies<AHEAD - 1>();
-                x = load_shared16(of_step(i)), g = ring.gate(i), u = ring.up(i);
-            }
-            uint4 x_next = x, g_next = g, u_next = u;
-            ahead = last && i == 0 ? behind : advance_by_adds(ahead, h_width * 2 * ROWS);
-            if constexpr (LOADS_AHEAD) {
-                ring.fetch(ahead, ahead_column,
-                           i); // what was in this slot has been in registers since the last iteration
-                wait_copies<AHEAD - 1>();
-            }
-            const uint32_t below = of_step(i + 1); // i + 1 to 3 of these four, then 0 of the next four
-            if (LOADS_AHEAD && (i + 1 < AHEAD || !last)) {
-                x_next = load_shared16(below);
-                g_next = ring.gate((i + 1) % AHEAD), u_next = ring.up((i + 1) % AHEAD);
-            }
-            const int of_row = row + i * ROWS + own;
-            ds[0] = ds[1], ds[1] = ds[2], ds[2] = ds[3];
-            const float weight = __shfl_sync(~0u, weights, of_row);
-            const float y_weight =
-                LOADS_AHEAD ? __shfl_sync(~0u, y_weights, of_row) : weight * __shfl_sync(~0u, scales, of_row);
-            ds[3] = out.write(p, x, g, u, of_row, weight, y_weight, lane);
-            out.next(p);
-            if (i + 1 == AHEAD) here = below;
-            if constexpr (LOADS_AHEAD)
-                x = x_next, g = g_next, u = u_next;
-            else
-                ring.fetch(ahead, ahead_column, i);
-        }
-    }
-    write_sums<W>(ds_out, WARP_TILE_ROWS - GROUP_ROWS, ds, scales, lane);
-}
-
-// WORKERS: worker warps. With eight a thread has fewer registers.
-template <typename T, bool PROMOTED, int WORKERS> struct f8_dh {
+template <bool PROMOTED> struct f8_dh {
     using params = dh_f8_params;
-    using storage = T;
-    enum { TOKENS_KEPT = PROMOTED || WORKERS == 8 };
-    using elements = std::conditional_t<WORKERS == 8, e4m3_in_halves, e4m3>;
+    enum { TOKENS_KEPT = 1 };
 
     static MOE_DEVICE int lane(int lane)
     {
@@ -254,8 +89,9 @@ template <typename T, bool PROMOTED, int WORKERS> struct f8_dh {
         return moe::of_eight_lanes(value, i);
     }
 
-    template <width W>
-    static MOE_DEVICE void begin_tile(const params &p, const dh_layout<W> &shared, int t, int row, int token)
+    template <width W, int COUNT>
+    static MOE_DEVICE void begin_tile(const params &p, const dh_layout<W, COUNT> &shared, int t, int row,
+                                      int token)
     {
         if ((threadIdx.x & 7) < COPIES) copy4_async(scale_at(shared, t, row), p.do_scale + max(token, 0));
     }
@@ -269,10 +105,10 @@ template <typename T, bool PROMOTED, int WORKERS> struct f8_dh {
         load_box(to, map, full, k, 0, 0, column / 8, expert);
     }
 
-    template <width W, int SUMS, class Done>
-    static MOE_DEVICE row_factors multiply(float (&acc)[SUMS], ring_position<dh_layout<W>::RING_SLOTS> &ring,
-                                           const params &p, const dh_layout<W> &shared, int steps,
-                                           moe_work tile, int t, int warp, int lane, const Done &done)
+    template <width W, int SUMS, int COUNT, class Done>
+    static MOE_DEVICE row_factors multiply(float (&acc)[SUMS], ring_position<COUNT> &ring, const params &p,
+                                           const dh_layout<W, COUNT> &shared, int steps, moe_work tile, int t,
+                                           int warp, int lane, const Done &done)
     {
         const int expert = moe_work_expert(tile);
         const auto factors = [&](float w_scale) {
@@ -287,33 +123,46 @@ template <typename T, bool PROMOTED, int WORKERS> struct f8_dh {
             barrier_wait(shared.full(ring.slot), ring.phase);
             const row_factors by = factors(1.0f);
             const float w_scale = __ldg(p.w_scale + expert);
-            gemm_cooperative::multiply<elements, true>(acc, ring, shared, steps, warp >> 2, done);
+            gemm_cooperative::multiply<e4m3_in_halves, true>(acc, ring, shared, steps, warp >> 2, done);
             return {by.upper * w_scale, by.lower * w_scale};
         }
     }
-
-    template <int KIND, width W>
-    static MOE_DEVICE void work_warp_tile(const params &p, const h_ring<activation<T, KIND>::GATED> &ring,
-                                          const dh_layout<W> &shared, uint32_t warp_tile, place at,
-                                          place next, float weights, float *ds_out, int lane)
-    {
-        work_f8_tile<T, KIND, W, !PROMOTED>(p, ring, shared, warp_tile, at, next, weights, ds_out, lane);
-    }
 };
 
-// How the threads are divided, and their registers. Promoted sums of 256 columns need 64 registers. Then the
-// gathering and four worker warps do with fewer, and there are none left for eight.
+// How the threads are divided, their registers, and shared memory. Promoted sums of 256 columns need 64
+// registers. Then the gathering and four worker warps do with fewer, and there are none left for eight.
 template <width W, bool PROMOTED, bool FOR_DW> struct division {
+    static constexpr bool COPIES_FOR_DW = FOR_DW;
+    // Narrow: A'_w is in the rest of its warp tile.
+    static constexpr bool A_W_APART = FOR_DW && W != NARROW;
+    static constexpr bool FEWER_SLOTS = A_W_APART && !PROMOTED;
     enum {
-        WORKERS = FOR_DW && !PROMOTED ? 8 : 4, // warps
+        WORKERS = PROMOTED ? 4 : 8, // warps
         THREADS = 32 * (8 + WORKERS),
-        CONSUMER = WORKERS == 4  ? (PROMOTED && W != NARROW ? 208 : 192)
+        CONSUMER = WORKERS == 4  ? (W != NARROW ? 208 : 192) // registers
                    : W == NARROW ? 136
                                  : 160,
-        WORKER = WORKERS == 4 ? 504 - 2 * CONSUMER : 256 - CONSUMER
+        WORKER = WORKERS == 4 ? 504 - 2 * CONSUMER : 256 - CONSUMER,
+        RING_SLOTS = FEWER_SLOTS ? 2 : (int)tile_width<W>::RING_SLOTS,
+        A_BYTES = kept_bytes<W>::BYTES,
+        DEPTH = FEWER_SLOTS ? 4
+                : A_W_APART ? 0
+                : PROMOTED  ? 4
+                            : 2
     };
+    static MOE_DEVICE uint32_t a_w(int worker)
+    {
+        return (FEWER_SLOTS ? (int)THIRD_SLOT : (int)RING) + worker * A_BYTES;
+    }
+    static MOE_DEVICE uint32_t h(int worker)
+    {
+        if (FEWER_SLOTS && worker >= 4) return a_w(WORKERS) + (worker - 4) * RING_WARP;
+        return RING + worker * DEPTH * RING_ROW;
+    }
 };
 static_assert((int)division<WIDE, true, false>::THREADS == (int)dh_kernel::THREADS, "as dh.cu");
+static_assert(8 * kept_bytes<MIDDLE>::BYTES + 4 * RING_WARP <= SLOT_BYTES, "in the place of the third slot");
+static_assert(4 * kept_bytes<MIDDLE>::BYTES <= 4 * RING_WARP, "promoted: in the place of dh.cu's ring of H");
 
 // FOR_DW: with dH_w and A'_w instead of dH and A' in dtype.
 template <typename T, width W, bool PROMOTED, bool FOR_DW>
@@ -321,22 +170,18 @@ __global__ void __launch_bounds__(division<W, PROMOTED, FOR_DW>::THREADS, 1)
     dh_f8(const __grid_constant__ dh_f8_params p)
 {
     using divided = division<W, PROMOTED, FOR_DW>;
-    using core = f8_dh<T, PROMOTED, divided::WORKERS>;
     extern __shared__ __align__(1024) char memory[];
-    const dh_layout<W> shared(shared_address(memory));
+    const dh_layout<W, divided::RING_SLOTS> shared(shared_address(memory));
     const int warp = warp_number(), lane = threadIdx.x & 31;
     if (threadIdx.x == 0) init_barriers(shared);
     __syncthreads();
     const tile_walk walk(p.lists.tiles, p.lists.counts, p.groups);
     if (warp >= 8) {
         give_registers<divided::WORKER>();
-        if constexpr (FOR_DW)
-            work_f8_tiles<T, W, divided::WORKERS>(p, walk, shared, warp - 8, lane);
-        else
-            work_tiles<core, W>(p, walk, shared, warp - 8, lane);
+        work_f8_tiles<T, divided, W>(p, walk, shared, warp - 8, lane);
     } else {
         take_registers<divided::CONSUMER>();
-        multiply_tiles<core, W, false>(p, walk, shared, warp, lane);
+        multiply_tiles<f8_dh<PROMOTED>, W, false>(p, walk, shared, warp, lane);
     }
 }
 
