@@ -291,7 +291,8 @@ static smoe_sizes_f8 sizes_of(smoe_context *context, smoe_layer layer, smoe_comp
     exit(1);
 }
 
-/* The paper's layers need no more of `saved` and scratch than in bf16. */
+/* The paper's layers need no more of `saved` and of the forward's scratch than in bf16, and at most 2 % more
+ * of the backward's. */
 static void check_sizes(smoe_context *context)
 {
     static const int64_t layers[][5] = {
@@ -307,7 +308,7 @@ static void check_sizes(smoe_context *context)
                          bf16 = sizes_of(context, layer, SMOE_COMPUTE_STORAGE).sizes;
         if (f8.saved_buffer_bytes == bf16.saved_buffer_bytes &&
             f8.scratch_forward_bytes <= bf16.scratch_forward_bytes &&
-            f8.scratch_backward_bytes <= bf16.scratch_backward_bytes)
+            f8.scratch_backward_bytes <= bf16.scratch_backward_bytes / 100 * 102)
             continue;
         printf("sizes of layer %d: forward %llu of %llu, backward %llu of %llu\n", (int)i,
                (unsigned long long)f8.scratch_forward_bytes, (unsigned long long)bf16.scratch_forward_bytes,
@@ -317,10 +318,14 @@ static void check_sizes(smoe_context *context)
     }
 }
 
-int main(void)
+/* With an argument: the sizes alone. */
+int main(int argc, char **argv)
 {
+    (void)argv;
     setvbuf(stdout, NULL, _IOLBF, 0); /* so that the last line names the case that hangs */
     smoe_context *context = open_cuda();
+    check_sizes(context);
+    if (argc > 1) return failures != 0;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const int status = check_case(context, &cases[i], SMOE_COMPUTE_F8, 1);
         if (status) return status;
@@ -334,7 +339,6 @@ int main(void)
         check_nan(context, (smoe_compute)compute, false);
         check_nan(context, (smoe_compute)compute, true);
     }
-    check_sizes(context);
     smoe_layer layer = complete(&cases[0].layer);
     layer.dtype = SMOE_TYPE_F16;
     refused(context, layer, "dtype is SMOE_TYPE_F16");

@@ -31,7 +31,7 @@ static uint64_t shared_end(const moe_problem *p, const backward_scratch *s, uint
 /* A' and the sums of pieces, and fp8's operands of dh and dw. Returns where what dh reads and writes ends. */
 static uint64_t lay_out_dw(const moe_problem *p, int dw_last, backward_scratch *s)
 {
-    if (moe_cuda_dw_is_f8(p)) return s->parts1 = s->parts2 = moe_cuda_lay_out_dw_f8(p, s);
+    if (moe_cuda_dw_is_f8(p)) return moe_cuda_lay_out_dw_f8(p, s);
     const uint64_t rows = (uint64_t)p->padded_rows,
                    a_end = s->shared + moe_align_up(rows * (uint64_t)(p->layer.intermediate * p->element));
     s->a = s->shared;

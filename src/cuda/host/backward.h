@@ -91,7 +91,7 @@ backward_call moe_cuda_backward_call(const device_state *state, const moe_proble
                                      void *stream);
 
 /* Each lays out from s->shared on, or from `at` on, and returns where that ends: dH8 and its scales; dO8 and
- * its scales; what dh leaves for dw with SMOE_COMPUTE_F8. */
+ * its scales; with SMOE_COMPUTE_F8 what dh leaves for dw, and where the sums of pieces begin. */
 uint64_t moe_cuda_lay_out_dh8(const moe_problem *problem, backward_scratch *s);
 uint64_t moe_cuda_lay_out_do8(const moe_problem *problem, uint64_t at, backward_scratch *s);
 uint64_t moe_cuda_lay_out_dw_f8(const moe_problem *problem, backward_scratch *s);

@@ -33,18 +33,18 @@ uint64_t moe_cuda_lay_out_do8(const moe_problem *p, uint64_t at, backward_scratc
     return lay_out_tokens(p, at, &s->f8.do_scale);
 }
 
-/* dX~ will overwrite all of this. */
+/* dX~ will overwrite all of this, and the sums of dW1's pieces all from A'_w on. */
 uint64_t moe_cuda_lay_out_dw_f8(const moe_problem *p, backward_scratch *s)
 {
     const uint64_t rows = (uint64_t)p->padded_rows, of_rows = rows * groups_of(p) * sizeof(int32_t);
     const uint64_t of_experts = (uint64_t)p->layer.experts * groups_of(p) * sizeof(int32_t);
     s->dh = s->shared;
-    s->a = s->dh + moe_align_up(rows * (uint64_t)p->h_width);
-    s->f8.exponent[OF_DW1] = s->a + moe_align_up(rows * (uint64_t)p->layer.intermediate);
-    s->f8.exponent[OF_DW2] = s->f8.exponent[OF_DW1] + moe_align_up(of_rows);
-    s->f8.expected = s->f8.exponent[OF_DW2] + moe_align_up(of_rows);
+    s->f8.exponent[OF_DW1] = s->dh + moe_align_up(rows * (uint64_t)p->h_width);
+    s->f8.expected = s->f8.exponent[OF_DW1] + moe_align_up(of_rows);
     s->f8.x8 = s->f8.expected + moe_align_up(2 * COPIES * of_experts);
-    return moe_cuda_lay_out_do8(p, lay_out_tokens(p, s->f8.x8, &s->f8.x_scale), s);
+    s->parts1 = s->a = lay_out_tokens(p, s->f8.x8, &s->f8.x_scale);
+    s->f8.exponent[OF_DW2] = s->a + moe_align_up(rows * (uint64_t)p->layer.intermediate);
+    return s->parts2 = moe_cuda_lay_out_do8(p, s->f8.exponent[OF_DW2] + moe_align_up(of_rows), s);
 }
 
 /* ---- Stages ---- */
