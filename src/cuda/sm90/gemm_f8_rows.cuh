@@ -173,16 +173,57 @@ namespace gemm_f8_stationary
 
 using namespace gemm_stationary;
 
+// The scales of a block's rows come with its first slot, so that no consumer waits for them: behind the
+// core's shared memory, one place for each block that the ring holds.
+enum { SCALES = SHARED_BYTES, SCALE_BYTES = MOE_BLOCK_ROWS * 4, ALL_BYTES = SCALES + SLOTS * SCALE_BYTES };
+static_assert(SCALES % 16 == 0 && ALL_BYTES <= 232448, "shared memory of an SM");
+
+template <int SLICES, class P>
+MOE_DEVICE void load_scaled_rows(const P &p, item_walk<P> walk, const shared_layout &shared)
+{
+    ring_position<SLOTS> ring(1);
+    const uint32_t bytes = SCALE_BYTES * p.groups; // groups <= SLICES
+    operands<P>::prefetch(p);
+    for (item it; walk.next(it);)
+        for (int block = 0; block < it.blocks; block++)
+#pragma unroll 1
+            for (int j = 0; j < SLICES; j++) {
+                const moe_work rows = it.block(block);
+                const uint32_t full = shared.full(ring.slot);
+                barrier_wait(shared.empty(ring.slot), ring.phase);
+                barrier_expect(full, SLOT_BYTES + (j == 0 ? bytes : 0));
+                if (j == 0)
+                    load_bytes(shared.base + SCALES + ring.slot * SCALE_BYTES,
+                               p.a_scale + (int64_t)rows.row * p.groups, bytes, full);
+                operands<P>::load_rows(p, shared.slot(ring.slot), full, j, rows);
+                ring.advance();
+            }
+}
+
+// The scales of this thread's two rows for every slot. from: the block's.
+template <int SLICES, class P>
+MOE_DEVICE void read_scales(float (&scale)[SLICES][2], const P &p, uint32_t from, int steps, int lane)
+{
+    const int row = ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
+#pragma unroll
+    for (int j = 0; j < SLICES; j++) {
+        const int group = operands<P>::group(p, min(j, steps - 1));
+        scale[j][0] = load_shared_float(from + (row * p.groups + group) * 4);
+        scale[j][1] = load_shared_float(from + ((row + 8) * p.groups + group) * 4);
+    }
+    __syncwarp(); // before lane 0 releases the slot
+}
+
 // acc = a block's rows times the unit's columns, in units of unit[]. first, last: the consumer's first and
 // last block with these weights.
 template <int SLICES, class P>
 MOE_DEVICE void multiply_block(float (&acc)[128], float (&unit)[2], ring_position<SLOTS> ring,
-                               const shared_layout &shared, const row_scales<P> &scales, bool first,
-                               bool last, slice_set<SLICES> weights, int steps, int lane)
+                               const shared_layout &shared, const P &p, bool first, bool last,
+                               slice_set<SLICES> weights, int steps, int lane)
 {
     float scale[SLICES][2];
-#pragma unroll
-    for (int j = 0; j < SLICES; j++) scales.load_of_step(scale[j], min(j, steps - 1));
+    barrier_wait(shared.full(ring.slot), ring.phase);
+    read_scales<SLICES>(scale, p, shared.base + SCALES + ring.slot * SCALE_BYTES, steps, lane);
     row_units units(scale[0]);
 #pragma unroll
     for (int j = 0; j < SLICES; j++) {
@@ -215,8 +256,8 @@ MOE_DEVICE void multiply_blocks(const P &p, item_walk<P> walk, const shared_layo
             ring_position<SLOTS> ring(0);
             ring.advance((done + block) * SLICES % (2 * SLOTS));
             float unit[2];
-            multiply_block(acc, unit, ring, shared, row_scales<P>(p, it.block(block).row, lane), block == own,
-                           block + 2 >= it.blocks, weights, steps, lane);
+            multiply_block(acc, unit, ring, shared, p, block == own, block + 2 >= it.blocks, weights, steps,
+                           lane);
             scale_rows(acc, unit[0] * w_scale, unit[1] * w_scale);
             write_half<T, SLICES>(acc, shared, consumer, count++, lane);
             write_half<T, SLICES>(acc + 64, shared, consumer, count++, lane);
@@ -243,7 +284,7 @@ __global__ void __launch_bounds__(THREADS, 1) kernel(const __grid_constant__ P p
         give_registers<40>();
         if (lane == 0) {
             if (warp == 8)
-                load_rows<SLICES>(p, walk, shared);
+                load_scaled_rows<SLICES>(p, walk, shared);
             else if (warp == 9)
                 load_weights<SLICES>(p, walk, shared);
             else
@@ -294,7 +335,7 @@ template <typename T, class P> cudaError_t init_f8_rows(const moe_device *device
     for (const int64_t steps : {1, 2, 4})
         if (status == cudaSuccess)
             status = allow_shared(device, gemm_f8_stationary::kernel_of<T, P>(steps),
-                                  gemm_f8_stationary::SHARED_BYTES);
+                                  gemm_f8_stationary::ALL_BYTES);
     for (const auto kernel : {gemm_f8_tiles::kernel<T, false, P>, gemm_f8_tiles::kernel<T, true, P>})
         if (status == cudaSuccess) status = allow_shared(device, kernel, gemm_f8_tiles::SHARED_BYTES);
     return status;
@@ -306,7 +347,7 @@ cudaError_t launch_f8_rows(const moe_launch *on, int64_t steps, bool stays, cons
     using namespace gemm_f8_stationary;
     if (stays)
         return enqueue(kernel_of<T, P>(steps), on->sms < MAX_CTAS ? on->sms : (int)MAX_CTAS, THREADS,
-                       SHARED_BYTES, on->stream, p);
+                       ALL_BYTES, on->stream, p);
     return enqueue(steps < F8_LEAST_PROMOTED ? gemm_f8_tiles::kernel<T, false, P>
                                              : gemm_f8_tiles::kernel<T, true, P>,
                    on->sms, gemm_f8_tiles::THREADS, gemm_f8_tiles::SHARED_BYTES, on->stream, p);
