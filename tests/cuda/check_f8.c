@@ -58,7 +58,7 @@ static moe_problem problem_of(const shape *s)
 }
 
 /* Every expert and group of features has another scale; in one group of W1 the gate's elements are larger, in
- * the next one those of up. */
+ * the next one those of up. Those of up's first row, which is seldom a tile's first, are the largest. */
 static float *draw_w1(const shape *s, const moe_problem *p)
 {
     const int64_t count = s->count * p->h_width * s->hidden;
@@ -66,8 +66,9 @@ static float *draw_w1(const shape *s, const moe_problem *p)
     for (int64_t i = 0; i < count; i++) {
         const int64_t row = i / s->hidden % p->h_width, e = i / s->hidden / p->h_width;
         const int64_t half = s->interleaved ? row % 2 : row / s->intermediate;
-        const int64_t group = (s->interleaved ? row / 2 : row % s->intermediate) / MOE_F8_DH_FEATURES;
-        const int k = (int)(e * 5 - 9 + 2 * group - 3 * ((group + half) % 2));
+        const int64_t feature = s->interleaved ? row / 2 : row % s->intermediate;
+        const int64_t group = feature / MOE_F8_DH_FEATURES, first_of_up = half == 1 && feature == 0;
+        const int k = (int)(4 - e * 5 + 2 * group - 3 * ((group + half) % 2) + 8 * first_of_up);
         w1[i] = (float)oracle_round_to(ldexp((double)w1[i], k), s->type);
     }
     return w1;
@@ -150,6 +151,7 @@ static void check_expect(const moe_launch *on, const experts_case *c)
     if (c->tokens) x_scale[1 % c->tokens] = 1.0f, do_scale[1 % c->tokens] = 1.0f; /* as of a NaN */
     group2[0] = 1.0f, group1[count - 1] = 0x1p-126f;                              /* of a NaN, of zeros */
     weight[0] = NAN;
+    for (int64_t r = 3000; r < p.rows; r += 4000) weight[r] = 0x1p120f; /* of one row in the midst */
     int32_t counts[4], *expected[2] = {malloc((size_t)count * 4), malloc((size_t)count * 4)};
     for (int e = 0; e < c->experts; e++) counts[e] = (int32_t)c->counts[e];
     moe_problem problem = {.gated = c->gated};

@@ -148,6 +148,15 @@ MOE_DEVICE void copy16_async_unhinted(uint32_t to, const void *from, uint32_t by
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+// The same with a policy of L2, what createpolicy.fractional returns.
+enum : uint64_t { EVICT_FIRST = 0x12F0000000000000, EVICT_LAST = 0x14F0000000000000 };
+MOE_DEVICE void copy16_async_by(uint64_t policy, uint32_t to, const void *from, uint32_t bytes)
+{
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+                 "r"(bytes), "l"(policy)
+                 : "memory");
+}
+
 MOE_DEVICE void commit_copies()
 {
     asm volatile("cp.async.commit_group;" ::: "memory");

@@ -21,7 +21,9 @@
 // If all slots have tiles of the matrix that the CTA claimed from last, it drops one, so that one slot stays
 // free, and loads it once more when the matrix has been read. So a CTA waits only for tiles that are claimed,
 // the CTA that claimed the first one of these never waits, and there is no deadlock, however few CTAs are
-// resident.
+// resident. A CTA that has many tiles of a matrix asks L2 to keep what it loads more of it, and of these it
+// drops one as soon as fewer than SPARE slots are free: in those it goes on with the next matrix, while other
+// CTAs read their last tiles.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "common/storage.cuh"
@@ -140,9 +142,11 @@ enum {
     GROUPS = ROWS / 4, // of four rows
     SLOT_BYTES = ROWS * ROW_BYTES,
     SLOTS = 7,
+    SPARE = 3,     // slots for the next matrix, if L2 keeps what they would hold
     IN_FLIGHT = 1, // a tile is read so many steps after its load began
     WEIGHTS_SHARED = SLOTS * SLOT_BYTES
 };
+static_assert(2 * SPARE <= SLOTS, "tiles of one matrix at most are put aside");
 static_assert(WORKERS == GROUPS * CHUNKS, "a worker has four rows of a chunk");
 
 struct matrix {
@@ -170,8 +174,9 @@ struct tile {
 // What the CTA does next.
 struct step {
     tile load, read, write;
-    uint32_t amax; // of the matrix that is written
-    int last;      // nothing: all is done
+    uint64_t policy; // of L2 for the load; 0: none
+    uint32_t amax;   // of the matrix that is written
+    int last;        // nothing: all is done
 };
 
 struct steps {
@@ -252,6 +257,7 @@ template <typename T> MOE_DEVICE void plan_steps(const weights_params &p, steps 
     tile_state state = FREE;
     uint32_t amax = 0;
     int due = 0;
+    bool in_l2 = false;
     put_aside aside = {0, -1, false, 0};
     const int first = p.of[0].tiles, pair = first + p.of[1].tiles;
     int claimed = lane == 0 ? (int)add_one(&work_of(p, 0)->turn) : 0;
@@ -264,7 +270,10 @@ template <typename T> MOE_DEVICE void plan_steps(const weights_params &p, steps 
         const int slot = free && (again || claims) ? __ffs((int)free) - 1 : -1;
         const tile load = again ? tile_of<T>(p, slot, aside.number, aside.newest)
                                 : tile_of<T>(p, slot, number, in_pair - (second ? first : 0));
+        const uint32_t before = __ballot_sync(~0u, state != FREE && mine.number == number);
+        const bool full = claims && __popc(before) >= SLOTS - SPARE;
         if (lane == slot) {
+            in_l2 = full;
             mine = load, state = again ? LOADING_AGAIN : LOADING, due = i + IN_FLIGHT + again;
             amax = aside.amax;
         }
@@ -285,16 +294,18 @@ template <typename T> MOE_DEVICE void plan_steps(const weights_params &p, steps 
         }
         const int last = free == (1u << SLOTS) - 1 && slot < 0;
         if (lane == 0) {
-            to.load = load, to.last = last;
+            to.load = load, to.policy = again ? EVICT_FIRST : full ? EVICT_LAST : 0, to.last = last;
             if (!reading) to.read.slot = -1;
             if (!ready) to.write.slot = -1;
         }
-        // All slots have tiles of a matrix of which more are claimed: the CTA must not wait for it, so it
-        // puts one aside.
-        const bool other = has_slot && (state == FREE || mine.number != number);
-        const uint32_t kept = __ballot_sync(~0u, state == KEPT);
-        if (claims && kept && !__any_sync(~0u, other)) {
-            const int which = 31 - __clz((int)kept);
+        // All slots, or all but SPARE, have tiles of a matrix of which more are claimed: the CTA must not
+        // wait for it, so it puts one aside.
+        const bool same = state != FREE && mine.number == number;
+        const uint32_t kept = __ballot_sync(~0u, state == KEPT && same);
+        const uint32_t best = __ballot_sync(~0u, state == KEPT && same && in_l2);
+        const int tiles = __popc(__ballot_sync(~0u, same));
+        if (claims && ((best && tiles > SLOTS - SPARE) || (kept && tiles == SLOTS))) {
+            const int which = 31 - __clz((int)(best ? best : kept));
             if (lane == which) {
                 *first_bytes(p, mine) = aside.newest;
                 state = FREE;
@@ -334,7 +345,8 @@ MOE_DEVICE uint32_t own_place(int slot)
     return slot * SLOT_BYTES + threadIdx.x / CHUNKS * 4 * ROW_BYTES + threadIdx.x % CHUNKS * 16;
 }
 
-template <typename T> MOE_DEVICE void load_tile(const weights_params &p, uint32_t memory, tile t)
+template <typename T>
+MOE_DEVICE void load_tile(const weights_params &p, uint32_t memory, tile t, uint64_t policy)
 {
     const matrix &m = p.of[t.number & 1];
     const int row = t.row + (int)threadIdx.x / CHUNKS * 4;
@@ -344,9 +356,13 @@ template <typename T> MOE_DEVICE void load_tile(const weights_params &p, uint32_
     const T *from = (const T *)m.from;
     if (inside) from += expert_offset(m, t) + (int64_t)source * m.columns + column;
     const int64_t next = !inside ? 0 : m.half ? 2 * m.columns : m.columns;
+    const uint32_t to = memory + own_place(t.slot), bytes = inside ? 16 : 0;
 #pragma unroll
     for (int j = 0; j < 4; j++)
-        copy16_async_unhinted(memory + own_place(t.slot) + j * ROW_BYTES, from + j * next, inside ? 16 : 0);
+        if (policy)
+            copy16_async_by(policy, to + j * ROW_BYTES, from + j * next, bytes);
+        else
+            copy16_async_unhinted(to + j * ROW_BYTES, from + j * next, bytes);
 }
 
 template <typename T>
@@ -448,7 +464,7 @@ template <typename T> MOE_DEVICE void work(const weights_params &p, uint32_t mem
         uint32_t turned[chunk_of<T>::WORDS][4];
         if (writes) quantize_tile<T>(p, memory, now.write, moe_f8_factor(now.amax), turned);
         named_barrier_sync(1, WORKERS); // the slot is read, and so is what was turned in the step before
-        if (now.load.slot >= 0) load_tile<T>(p, memory, now.load);
+        if (now.load.slot >= 0) load_tile<T>(p, memory, now.load, now.policy);
         commit_copies();
         if (writes) store_turned<T>(memory, now.write, turned);
         wait_copies<IN_FLIGHT>();
@@ -466,7 +482,7 @@ __global__ void __launch_bounds__(THREADS, 1) quantize_weights(const __grid_cons
     extern __shared__ __align__(128) char memory[];
     __shared__ steps s;
     if (threadIdx.x < 2) {
-        s.of[threadIdx.x] = {{-1}, {-1}, {-1}, 0, 0};
+        s.of[threadIdx.x] = {{-1}, {-1}, {-1}, 0, 0, 0};
         s.amax[threadIdx.x][0] = s.amax[threadIdx.x][1] = 0;
     }
     __syncthreads();

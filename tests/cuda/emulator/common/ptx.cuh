@@ -137,6 +137,12 @@ MOE_DEVICE void copy16_async_unhinted(uint32_t to, const void *from, uint32_t by
     copy16_async(to, from, bytes);
 }
 
+enum : uint64_t { EVICT_FIRST, EVICT_LAST };
+MOE_DEVICE void copy16_async_by(uint64_t, uint32_t to, const void *from, uint32_t bytes)
+{
+    copy16_async(to, from, bytes);
+}
+
 MOE_DEVICE void commit_copies()
 {
     emulator::current->groups.push_back(emulator::current->open);
