@@ -62,11 +62,20 @@ static inline float bf16_at(const uint16_t *p, int64_t i)
     return moe_float_of((uint32_t)p[i] << 16);
 }
 
+/* With the tails of the normal distribution: from the largest of many follows which exponent dw expects, and
+ * a largest number that is too small makes it multiply by row factors (f8.h). */
+static inline float normal_number(uint64_t *random)
+{
+    const double radius = ((double)(next_random(random) >> 8) + 0.5) * 0x1p-24;
+    const double angle = (double)(next_random(random) >> 8) * (2.0 * 3.14159265358979 * 0x1p-24);
+    return (float)(sqrt(-2.0 * log(radius)) * cos(angle));
+}
+
 /* `count` normal numbers times `scale`: copies of parts of one pattern, each part with another start. */
 static inline gpu_buffer normal(int64_t count, float scale, uint64_t seed)
 {
     uint16_t *host = malloc(sizeof *host * PATTERN);
-    for (int i = 0; i < PATTERN; i++) host[i] = to_bf16(scale * bell(&seed));
+    for (int i = 0; i < PATTERN; i++) host[i] = to_bf16(scale * normal_number(&seed));
     const gpu_buffer made = gpu_alloc((size_t)count * 2);
     for (int64_t done = 0, run = 0; done < count; run++) {
         const int64_t from = run * 8200 % (PATTERN / 2), rest = count - done;
