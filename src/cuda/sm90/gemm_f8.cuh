@@ -107,18 +107,37 @@ struct row_units {
 
 // acc = acc + 64 rows times 256 columns of one slot, or without `keep` only these; nothing is in flight
 // afterwards. a, b: addresses of the operands.
-template <int SUMS> MOE_DEVICE void multiply_slot(float (&acc)[SUMS], uint32_t a, uint32_t b, bool keep)
+template <typename T = e4m3, int SUMS>
+MOE_DEVICE void multiply_slot(float (&acc)[SUMS], uint32_t a, uint32_t b, bool keep)
 {
     const uint32_t left = descriptor_address(a), right = descriptor_address(b);
     pin(acc);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < F8_STEP / 32; j++)
-        tensor_core<e4m3>::multiply(acc, descriptor(left + 2 * j), descriptor(right + 2 * j), keep || j != 0);
+        tensor_core<T>::template multiply<K_MAJOR, K_MAJOR>(acc, descriptor(left + 2 * j),
+                                                            descriptor(right + 2 * j), keep || j != 0);
     wgmma_commit();
     pin(acc);
     wgmma_wait<0>();
     pin(acc);
+}
+
+// As gemm_cooperative::multiply, but nothing is in flight while the warp waits for the next slot. So a slot
+// is filled again as soon as it has been multiplied: with two slots two fills are in flight instead of one.
+template <typename T, int SUMS, int COUNT, class Done>
+MOE_DEVICE void multiply_at_once(float (&acc)[SUMS], ring_position<COUNT> &ring,
+                                 const gemm_cooperative::ring_layout<COUNT> &shared, int steps, int consumer,
+                                 const Done &done)
+{
+    for (int k = 0; k < steps; k++) {
+        barrier_wait(shared.full(ring.slot), ring.phase);
+        fence_async_proxy();
+        const uint32_t a = shared.slot(ring.slot);
+        multiply_slot<T>(acc, a + consumer * MOE_SUBTILE_BYTES, a + gemm_cooperative::A_BYTES, k != 0);
+        done(ring.slot);
+        ring.advance();
+    }
 }
 
 } // namespace moe

@@ -123,7 +123,10 @@ template <bool PROMOTED> struct f8_dh {
             barrier_wait(shared.full(ring.slot), ring.phase);
             const row_factors by = factors(1.0f);
             const float w_scale = __ldg(p.w_scale + expert);
-            gemm_cooperative::multiply<e4m3_in_halves, true>(acc, ring, shared, steps, warp >> 2, done);
+            if constexpr (COUNT == 2)
+                multiply_at_once<e4m3_in_halves>(acc, ring, shared, steps, warp >> 2, done);
+            else
+                gemm_cooperative::multiply<e4m3_in_halves, true>(acc, ring, shared, steps, warp >> 2, done);
             return {by.upper * w_scale, by.lower * w_scale};
         }
     }
