@@ -94,7 +94,7 @@ run 0 f8
 untimed "cuda_check_f8_dh"
 untimed "cuda_check_f8_layer"
 untimed "cuda_time_f8 9 random"
-untimed "cuda_time_f8_backward 7 random"
+untimed "cuda_time_f8_backward 5 random"
 run 1 portable_synccheck
 untimed "== portable_synccheck: FAILED (exit 1)"
 [ "$(grep -c 'tool synccheck.*--kernels portable' "$folder/sanitized")" -eq 5 ] || { echo "no case after the one that fails"; wrong=1; }
