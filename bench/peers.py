@@ -276,6 +276,7 @@ def of_ranks(options, shapes):
     from comparison import ranks
 
     if not options.show:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the ranks end with this process
         given = "device ranks dtype seed settle timed shape_seconds least_rounds seconds routings jobs commit records"
         ranks.measure(argparse.Namespace(**{name: getattr(options, name) for name in given.split()}), shapes)
     names = {shape.name for shape in shapes}

@@ -293,8 +293,8 @@ def test_every_layer_of_the_step_differentiates():
 
 
 class PretendedTriton:
-    """Triton's autotuner with `count` configurations, of which each takes ms[i] to run. `log` tells what happens; a compilation
-    waits until all are under way."""
+    """Triton's autotuner; its configuration i takes ms[i] to run. `log` tells what happens; a compilation waits until all
+    are under way."""
 
     def __init__(self, monkeypatch, ms, threads):
         owner, self.log, self.warmed, self.ms, self.now = self, [], threading.Barrier(len(ms), timeout=60), ms, 0.0

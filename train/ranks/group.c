@@ -18,7 +18,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-enum { MOST_BYTES = 64 << 10, CONNECT_SECONDS = 120, HELLO_SECONDS = 10, BEAT_MS = 500 };
+enum { MOST_BYTES = 64 << 10, CONNECT_SECONDS = 120, NAME_SECONDS = 30, HELLO_SECONDS = 10, BEAT_MS = 500 };
 
 typedef enum message_kind { HELLO, REFUSED, SETTINGS, KEY, ABORT, BEAT, BYE } message_kind;
 
@@ -121,7 +121,7 @@ static bool receive_all(int socket, void *to, size_t bytes)
     return true;
 }
 
-/* The next message, in g->in. False: the connection has ended. */
+/* The next message, in g->in. False: the connection has ended, or has been silent for too long. */
 static bool hear(group *g, int socket)
 {
     return socket >= 0 && receive_all(socket, &g->in, HEAD) && g->in.magic == MAGIC &&
@@ -153,8 +153,9 @@ static int listen_at(int port, error *err)
     if (made >= 0) (void)setsockopt(made, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     if (made >= 0 && bind(made, (const struct sockaddr *)&at, sizeof at) == 0 && listen(made, 128) == 0)
         return made;
-    fail(err, ERROR_RUNTIME, "rank 0 cannot listen on port %d: %s (set another MASTER_PORT)", port,
-         strerror(errno));
+    const bool of_port = errno == EADDRINUSE || errno == EACCES;
+    fail(err, ERROR_RUNTIME, "rank 0 cannot listen on port %d: %s%s", port, strerror(errno),
+         of_port ? " (set another MASTER_PORT)" : "");
     if (made >= 0) close(made);
     return -1;
 }
@@ -209,18 +210,19 @@ static bool accept_others(group *g, error *err)
     return done;
 }
 
-/* -1: not connected, and *why. *hopeless: it would not help to wait, as for a name that does not exist. */
-static int connect_once(const rank_place *p, const char **why, bool *hopeless)
+/* -1: not connected, and *why. *unknown: nobody knows the name, so that waiting helps only if it is that of a
+ * host that comes later. */
+static int connect_once(const rank_place *p, const char **why, bool *unknown)
 {
     const struct addrinfo wanted = {.ai_family = AF_UNSPEC, .ai_socktype = SOCK_STREAM};
     struct addrinfo *found = NULL;
     char port[16];
     int made = -1;
     snprintf(port, sizeof port, "%d", p->port);
-    const int unknown = getaddrinfo(p->address, port, &wanted, &found);
-    *hopeless = unknown && unknown != EAI_AGAIN;
-    if (unknown) {
-        *why = gai_strerror(unknown);
+    const int failed = getaddrinfo(p->address, port, &wanted, &found);
+    *unknown = failed && failed != EAI_AGAIN && failed != EAI_SYSTEM;
+    if (failed) {
+        *why = failed == EAI_SYSTEM ? strerror(errno) : gai_strerror(failed);
         return -1;
     }
     for (struct addrinfo *a = found; a; a = a->ai_next) {
@@ -250,11 +252,11 @@ static bool find_first(group *g, error *err)
 {
     const double started = clock_seconds();
     const char *why = "";
-    bool hopeless;
+    bool unknown;
     int socket;
-    while ((socket = connect_once(&g->place, &why, &hopeless)) < 0) {
+    while ((socket = connect_once(&g->place, &why, &unknown)) < 0) {
         const double waited = clock_seconds() - started;
-        if (hopeless || waited > CONNECT_SECONDS)
+        if (waited > (unknown ? NAME_SECONDS : CONNECT_SECONDS))
             return fail(err, ERROR_RUNTIME, "rank 0 was not reached at %s, port %d, within %.0f s: %s",
                         g->place.address, g->place.port, waited, why);
         usleep(100000);

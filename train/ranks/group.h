@@ -23,8 +23,8 @@ int group_rank(const group *g);
 int group_ranks(const group *g);
 int group_local(const group *g);
 
-/* Rank 0 compares `settings` (lines of text) with its own; an error names the rank and the first line that
- * differs. */
+/* Rank 0 compares `settings` (lines of text) with its own. Where they differ, all ranks end with an error
+ * that names the rank and the first line that differs. */
 bool group_agree(group *g, const char *settings, error *err);
 
 /* Copies rank 0's key to all. From then on the group is watched. */

@@ -44,7 +44,7 @@ typedef struct backward_scratch {
     uint64_t counts, tiles, pieces, splits, block_expert, ds, dh;
     uint64_t q1, q2; /* LoRA */
     f8_scratch f8;
-    uint64_t shared;        /* where the memory with the four uses begins */
+    uint64_t shared;        /* where the memory with the four uses begins; SMOE_COMPUTE_F8: dh, too */
     uint64_t a, parts2;     /* SHARED_FOR_DW2; a is at its begin, or before it if dw2 comes after dx */
     uint64_t parts1;        /* SHARED_FOR_DW1 */
     int64_t parts;          /* bound on pieces of split experts */

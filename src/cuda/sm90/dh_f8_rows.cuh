@@ -7,7 +7,7 @@
 // ahead. With DEPTH 0 there is no memory for it: then H of the next step is in registers, and in L2 earlier.
 //
 // The 16 bytes that a column has of 16 rows of a copy lie together (moe_f8_dw_byte). So a warp keeps the
-// bytes of its warp tile: those of dH_w where the dA' of their row was, those of A'_w in memory of their own.
+// bytes of its warp tile: those of dH_w where the dA' of their row was, those of A'_w behind them or apart.
 #pragma once
 #include "f8.h"
 #include "sm90/dh_rows.cuh"

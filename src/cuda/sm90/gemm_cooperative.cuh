@@ -18,6 +18,8 @@
 #include "sm90/wgmma.cuh"
 #include "tma/mbarrier.cuh"
 
+#include <type_traits>
+
 namespace moe
 {
 namespace gemm_cooperative
@@ -114,7 +116,9 @@ MOE_DEVICE float (&rows_of(float (&acc)[128], int half))[64]
 // 64 elements; TALL: 128 rows times 128 columns, the first 64 rows first. One group of wgmma stays in flight
 // while the warp waits for the next slot. Then the warp has finished with the slot before it and calls
 // done(slot). COPIED: A was written by cp.async. steps >= 1. LOW, with LoRA: `rank` more columns of K follow,
-// in steps of their own, of which only what is not zero is multiplied.
+// in steps of their own, of whose columns 16, 32 or all are multiplied: those beyond the rank are 0. The
+// number is a constant in each of three branches, because ptxas injects warpgroup.arrive around a loop
+// (C7519).
 template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR, bool TALL = false,
           bool LOW = false, int SUMS, int COUNT, class Done>
 MOE_DEVICE void multiply(float (&acc)[SUMS], ring_position<COUNT> &ring, const ring_layout<COUNT> &shared,
@@ -158,15 +162,23 @@ MOE_DEVICE void multiply(float (&acc)[SUMS], ring_position<COUNT> &ring, const r
             if (COPIED) fence_async_proxy();
             const uint32_t a = descriptor_address(shared.slot(ring.slot) + consumer * MOE_SUBTILE_BYTES);
             const uint32_t b = descriptor_address(shared.slot(ring.slot) + A_BYTES);
-            pin(acc);
-            wgmma_fence();
-#pragma unroll 1
-            for (int j = 0; j < STEP / 16 && j * 16 < rank; j++)
-                tensor_core<T>::template multiply<A, B>(acc, descriptor<A>(a + descriptor_step<A>() * j),
-                                                        descriptor<B>(b + descriptor_step<B>() * j), 1);
-            wgmma_commit();
-            pin(acc);
-            wgmma_wait<1>();
+            const auto columns = [&](auto count) {
+                pin(acc);
+                wgmma_fence();
+#pragma unroll
+                for (int j = 0; j < decltype(count)::value; j++)
+                    tensor_core<T>::template multiply<A, B>(acc, descriptor<A>(a + descriptor_step<A>() * j),
+                                                            descriptor<B>(b + descriptor_step<B>() * j), 1);
+                wgmma_commit();
+                wgmma_wait<0>();
+                pin(acc);
+            };
+            if (rank > 32)
+                columns(std::integral_constant<int, STEP / 16>());
+            else if (rank > 16)
+                columns(std::integral_constant<int, 2>());
+            else
+                columns(std::integral_constant<int, 1>());
             done(previous);
             previous = ring.slot;
             ring.advance();

@@ -174,9 +174,10 @@ namespace gemm_f8_stationary
 using namespace gemm_stationary;
 
 // The scales of a block's rows come with its first slot, so that no consumer waits for them: behind the
-// core's shared memory, one place for each block that the ring holds.
+// core's shared memory, from the place of that slot on, as many places as the block has slots.
 enum { SCALES = SHARED_BYTES, SCALE_BYTES = MOE_BLOCK_ROWS * 4, ALL_BYTES = SCALES + SLOTS * SCALE_BYTES };
 static_assert(SCALES % 16 == 0 && ALL_BYTES <= 232448, "shared memory of an SM");
+static_assert((int)SLOTS % (int)MOST_SLICES == 0, "a block's places do not go beyond the last one");
 
 template <int SLICES, class P>
 MOE_DEVICE void load_scaled_rows(const P &p, item_walk<P> walk, const shared_layout &shared)

@@ -22,8 +22,8 @@
 // - A column tile has one group of 256 features of dH, gate and up. A worker warp finds the largest magnitude
 //   of a row's two halves while they are in registers.
 // - If sums are not promoted, there is a worker warp for each consumer warp.
-// - With FOR_DW and sums that are not promoted the ring has two slots. dO and W2 need no more, because a tile
-//   has few steps. The place of the third has A'_w and more of H.
+// - With FOR_DW, sums that are not promoted and n above 128 the ring has two slots. dO and W2 need no more,
+//   because a tile has few steps. The place of the third has A'_w and more of H.
 #include "common/instances.cuh"
 #include "common/launch.cuh"
 #include "f8.h"

@@ -322,12 +322,11 @@ template <typename T> MOE_DEVICE void plan_steps(const weights_params &p, steps 
 MOE_DEVICE void report(const weights_params &p, steps &s)
 {
     for (int i = 0;; i++) {
-        const step &now = s.of[i & 1];
-        const int number = now.read.number;
-        const bool reads = now.read.slot >= 0;
+        const step now = s.of[i & 1]; // a copy: after the barrier step i + 2 is planned there
         if (now.last) return;
         __syncthreads();
-        if (!reads || (threadIdx.x & 31)) continue;
+        if (now.read.slot < 0 || (threadIdx.x & 31)) continue;
+        const int number = now.read.number;
         moe_f8_work *work = work_of(p, number);
         const uint32_t first = s.amax[i & 1][0], other = s.amax[i & 1][1];
         atomicMax(&work->amax[number & 1], max(first, other));

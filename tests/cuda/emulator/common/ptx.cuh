@@ -137,7 +137,7 @@ MOE_DEVICE void copy16_async_unhinted(uint32_t to, const void *from, uint32_t by
     copy16_async(to, from, bytes);
 }
 
-enum : uint64_t { EVICT_FIRST, EVICT_LAST };
+enum : uint64_t { EVICT_FIRST = 1, EVICT_LAST };
 MOE_DEVICE void copy16_async_by(uint64_t, uint32_t to, const void *from, uint32_t bytes)
 {
     copy16_async(to, from, bytes);
