@@ -130,7 +130,7 @@ mkdir -p "$fakes"
 # shellcheck disable=SC2016 # their own variables
 printf '#!/bin/sh\necho "${OMP_NUM_THREADS:-${OMP_THREAD_LIMIT:-7}}"\n' >"$fakes/nproc"
 # shellcheck disable=SC2016
-printf '#!/bin/sh\ncase "$*" in --build*) echo "$*" | grep -o -e "-j[0-9]*" >>"%s/jobs"; exit 1 ;; esac\n' "$folder" >"$fakes/cmake"
+printf '#!/bin/sh\ncase "$*" in --build*) echo "$*" | grep -o -e " -j[0-9]*" >>"%s/jobs"; exit 1 ;; esac\n' "$folder" >"$fakes/cmake"
 printf '#!/bin/sh\necho install ok installed\n' >"$fakes/dpkg-query"
 printf '#!/bin/sh\nexit 1\n' >"$fakes/python3"
 chmod +x "$fakes"/*
@@ -138,7 +138,7 @@ for each in "tools/test.sh $folder/built" "tools/demo.sh $folder/built" "make BU
     : >"$folder/jobs"
     # shellcheck disable=SC2086 # two words
     (cd "$tools/.." && unset MAKEFLAGS JOBS && OMP_NUM_THREADS=1 OMP_THREAD_LIMIT=1 PATH=$fakes:$PATH $each) >"$folder/run.txt" 2>&1
-    [ "$(sort -u "$folder/jobs")" = -j7 ] || { echo "$each: '$(sort -u "$folder/jobs")' instead of -j7"; wrong=1; }
+    [ "$(sort -u "$folder/jobs")" = " -j7" ] || { echo "$each: '$(sort -u "$folder/jobs")' instead of -j7"; wrong=1; }
 done
 
 # ---- variants.sh ----

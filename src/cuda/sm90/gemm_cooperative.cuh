@@ -116,9 +116,8 @@ MOE_DEVICE float (&rows_of(float (&acc)[128], int half))[64]
 // 64 elements; TALL: 128 rows times 128 columns, the first 64 rows first. One group of wgmma stays in flight
 // while the warp waits for the next slot. Then the warp has finished with the slot before it and calls
 // done(slot). COPIED: A was written by cp.async. steps >= 1. LOW, with LoRA: `rank` more columns of K follow,
-// in steps of their own, of whose columns 16, 32 or all are multiplied: those beyond the rank are 0. The
-// number is a constant in each of three branches, because ptxas injects warpgroup.arrive around a loop
-// (C7519).
+// in steps of their own. Columns beyond the rank are 0, so only 16, 32 or all of a step are multiplied: three
+// branches with constant counts, since ptxas injects warpgroup.arrive if a loop surrounds wgmma (C7519).
 template <typename T, bool COPIED, operand_order A = K_MAJOR, operand_order B = K_MAJOR, bool TALL = false,
           bool LOW = false, int SUMS, int COUNT, class Done>
 MOE_DEVICE void multiply(float (&acc)[SUMS], ring_position<COUNT> &ring, const ring_layout<COUNT> &shared,
