@@ -32,7 +32,7 @@ portable   portable_verify 200  the portable kernels (SMOE_KERNELS): all cases o
 portable   portable_99k   200  the same with 99 KB of shared memory
 portable   portable_lora   60  LoRA
 portable   portable_memcheck 300  compute-sanitizer on small cases
-portable   portable_racecheck 300
+portable   portable_racecheck 540
 portable   portable_synccheck 300  reports up and dh, whose warps wait for one barrier at two instructions, which PTX allows
 f8         f8_kernels     120  fp8: rows, weights, up, down, dh and dx_rows compared with the CPU bit for bit
 f8         f8_dw          120  weight gradients in fp8, also bit for bit
@@ -134,14 +134,23 @@ part_ptx() {
     return $status
 }
 
+# The cases run side by side: racecheck needs minutes for one.
 sanitize() { # tool, options of verify...
-    local sanitizer case tool=$1 failed=0
+    local sanitizer case job tool=$1 failed=0 jobs=()
     shift
-    sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+    sanitizer="$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer) --tool $tool --error-exitcode 1"
     for case in "backward, eights d 8 n 8" "backward, one token" "backward, edges n 320" "E 13" "forward, eights"; do
-        within 60 "$sanitizer" --tool "$tool" --error-exitcode 1 $verify --again 0 --only "$case" "$@" || failed=1
+        within "$seconds" $sanitizer $verify --again 0 --only "$case" "$@" >"$case" 2>&1 &
+        jobs+=("$!:$case")
     done
-    [ "$tool" = synccheck ] || within 60 "$sanitizer" --tool "$tool" --error-exitcode 1 "$bin/cuda_check_route" few || failed=1
+    if [ "$tool" != synccheck ]; then
+        within "$seconds" $sanitizer "$bin/cuda_check_route" few >route 2>&1 &
+        jobs+=("$!:route")
+    fi
+    for job in "${jobs[@]}"; do
+        wait "${job%%:*}" || { failed=1; echo "FAILED: ${job#*:}"; }
+        cat "${job#*:}"
+    done
     return $failed
 }
 
