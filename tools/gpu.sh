@@ -143,10 +143,11 @@ sanitize() { # tool, options of verify...
         within "$seconds" $sanitizer $verify --again 0 --only "$case" "$@" >"$case" 2>&1 &
         jobs+=("$!:$case")
     done
-    if [ "$tool" != synccheck ]; then
-        within "$seconds" $sanitizer "$bin/cuda_check_route" few >route 2>&1 &
-        jobs+=("$!:route")
-    fi
+    for case in even odd; do
+        [ "$tool" != synccheck ] || break
+        within "$seconds" $sanitizer "$bin/cuda_check_route" few $case >route_$case 2>&1 &
+        jobs+=("$!:route_$case")
+    done
     for job in "${jobs[@]}"; do
         wait "${job%%:*}" || { failed=1; echo "FAILED: ${job#*:}"; }
         cat "${job#*:}"

@@ -3,9 +3,10 @@
  * poisoned before. Every call is captured in a graph. Also checked: the router's GEMM with small integers,
  * and the update of the selection bias.
  *
- *   cuda_check_route          all of it; exit 0 if all is equal, 1 if not, 3 if CUDA fails, 77 without a GPU
- *   cuda_check_route few      what a memory checker can run in a minute
- *   cuda_check_route fewest   what the emulator can run in seconds */
+ *   cuda_check_route            all of it; exit 0 if all is equal, 1 if not, 3 if CUDA fails, 77 without GPU
+ *   cuda_check_route few        what a memory checker can run in minutes
+ *   cuda_check_route few even   half of its shapes; `odd` is the other half
+ *   cuda_check_route fewest     what the emulator can run in seconds */
 #include "cuda/host/device.h"
 #include "cuda/host/routing.h"
 #include "cuda/schedule/plan_size.h"
@@ -460,9 +461,11 @@ int main(int argc, char **argv)
     check_gemms(&on, how);
     check_selection_bias(&on, context, 8);
     check_selection_bias(&on, context, 4096);
-    int cases = 0;
+    const char *half = argc > 2 ? argv[2] : "";
+    int cases = 0, shapes = 0;
     for (int i = 0; i < SHAPES; i++) {
         if (route_shapes[i].tokens > how->most_tokens) continue;
+        if (!strcmp(half, shapes++ % 2 ? "even" : "odd")) continue;
         const double start = seconds();
         const int before = failures, ran = run_shape(context, &route_shapes[i], how, &on);
         cases += ran;
