@@ -53,7 +53,7 @@ static void judge_all(const smoe_layer *layer, const check_options *options, con
         const tensor *got = &c->got.at[i], *want = &c->want.at[i], *stored = &c->stored.at[i];
         if (!got->values && !stored->values) continue;
         const verdict judged = options->exact ? judge_elements(got, stored)
-                               : options->run.compute
+                               : layer->compute
                                    ? judge_f8((tensor_id)i, got, stored)
                                    : tensor_judge((tensor_id)i, got, want, stored, cap_of(layer, options));
         report(user, (tensor_id)i, &judged);
@@ -64,7 +64,7 @@ static void judge_all(const smoe_layer *layer, const check_options *options, con
 static bool expect_all(const device *on, const smoe_layer *layer, const oracle_drawn *drawn,
                        const check_options *options, comparison *c)
 {
-    const bool stored_only = options->exact || options->run.compute != SMOE_COMPUTE_STORAGE;
+    const bool stored_only = options->exact || layer->compute != SMOE_COMPUTE_STORAGE;
     const int64_t undecided =
         expect_tensors(on, layer, drawn, &options->run, &c->got, stored_only ? NULL : &c->want, &c->stored);
     if (undecided) return false;

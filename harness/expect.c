@@ -112,7 +112,7 @@ static int64_t expect_once(const device *on, const smoe_layer *layer, const orac
     input.round_stores = round_stores;
     input.round_inside = on->backend == SMOE_BACKEND_CUDA; // oracle.h says what that backend keeps in 16 bits
     input.exact_da = options->exact_da;
-    input.compute = compute_of(options->compute);
+    input.compute = compute_of(layer->compute);
     input.short_sums = input.compute != ORACLE_COMPUTE_STORAGE && on->backend == SMOE_BACKEND_CUDA;
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         oracle_forward logits = {0};

@@ -171,7 +171,7 @@ void run_wanted(const smoe_layer *l, const oracle_drawn *d, const run_options *o
                              [SLOT_B1] = d->b1,
                              [SLOT_W2] = true,
                              [SLOT_B2] = d->b2,
-                             [SLOT_WEIGHTS_F8] = options->compute != SMOE_COMPUTE_STORAGE,
+                             [SLOT_WEIGHTS_F8] = l->compute != SMOE_COMPUTE_STORAGE,
                              [SLOT_OUT] = true,
                              [SLOT_SAVED] = true,
                              [SLOT_SCRATCH_FORWARD] = true,
@@ -192,48 +192,20 @@ void run_wanted(const smoe_layer *l, const oracle_drawn *d, const run_options *o
     memcpy(wanted, all, sizeof all);
 }
 
-/* The structs of the calls. What only fp8 has is behind the public structs, which the library then reads as
- * longer ones. */
-typedef struct arguments {
-    smoe_layer_f8 layer;
-    smoe_forward_args_f8 forward;
-    smoe_backward_args_f8 backward;
-} arguments;
-
-static arguments arguments_of(const run *r)
+bool run_open(run *r, const device *on, smoe_context *context, const smoe_layer *layer,
+              const bool wanted[SLOTS])
 {
-    const slot *w = &r->slots[SLOT_WEIGHTS_F8];
-    arguments a = {{r->layer, r->compute},
-                   {r->forward, w->memory.data, w->memory.bytes},
-                   {r->backward, w->memory.data, w->memory.bytes}};
-    if (r->compute == SMOE_COMPUTE_STORAGE) return a;
-    a.layer.layer.struct_size = sizeof a.layer;
-    a.forward.args.struct_size = sizeof a.forward;
-    a.backward.args.struct_size = sizeof a.backward;
-    a.forward.args.w1 = a.forward.args.w2 = NULL;
-    a.backward.args.w1 = a.backward.args.w2 = NULL;
-    return a;
-}
-
-bool run_open_compute(run *r, const device *on, smoe_context *context, const smoe_layer *layer,
-                      smoe_compute compute, const bool wanted[SLOTS])
-{
-    *r = (run){.on = on, .context = context, .layer = *layer, .compute = compute, .sizes = SMOE_SIZES_INIT};
+    *r = (run){.on = on, .context = context, .layer = *layer, .sizes = SMOE_SIZES_INIT};
     memcpy(r->wanted, wanted, sizeof r->wanted);
-    smoe_sizes_f8 sizes = {.sizes = SMOE_SIZES_INIT};
-    const arguments a = arguments_of(r);
-    if (compute != SMOE_COMPUTE_STORAGE) sizes.sizes.struct_size = sizeof sizes;
-    r->status = smoe_query_sizes(context, &a.layer.layer, &sizes.sizes);
-    r->sizes = sizes.sizes;
-    r->weights_f8_bytes = sizes.weights_f8_bytes;
+    r->status = smoe_query_sizes(context, layer, &r->sizes);
     return r->status == SMOE_OK ||
            run_refuse(r, "%s: %s", smoe_status_string(r->status), smoe_last_error(context));
 }
 
-bool run_open(run *r, const device *on, smoe_context *context, const smoe_layer *layer,
-              const bool wanted[SLOTS])
+/* With fp8 the calls read weights_f8 alone. */
+static void *weights_of(const run *r, slot_id id)
 {
-    return run_open_compute(r, on, context, layer, SMOE_COMPUTE_STORAGE, wanted);
+    return r->layer.compute == SMOE_COMPUTE_STORAGE ? slot_data(r, id) : NULL;
 }
 
 static void fill_forward(run *r)
@@ -249,16 +221,18 @@ static void fill_forward(run *r)
                                      .topk_weights = slot_data(r, SLOT_TOPK_WEIGHTS),
                                      .offsets = slot_data(r, SLOT_OFFSETS),
                                      .row_weights = slot_data(r, SLOT_ROW_WEIGHTS),
-                                     .w1 = slot_data(r, SLOT_W1),
+                                     .w1 = weights_of(r, SLOT_W1),
                                      .b1 = slot_data(r, SLOT_B1),
-                                     .w2 = slot_data(r, SLOT_W2),
+                                     .w2 = weights_of(r, SLOT_W2),
                                      .b2 = slot_data(r, SLOT_B2),
                                      .out = slot_data(r, SLOT_OUT),
                                      .saved = slot_data(r, SLOT_SAVED),
                                      .saved_size = r->slots[SLOT_SAVED].memory.bytes,
                                      .scratch = slot_data(r, SLOT_SCRATCH_FORWARD),
                                      .scratch_size = r->slots[SLOT_SCRATCH_FORWARD].memory.bytes,
-                                     .token_mask = slot_data(r, SLOT_TOKEN_MASK)};
+                                     .token_mask = slot_data(r, SLOT_TOKEN_MASK),
+                                     .weights_f8 = slot_data(r, SLOT_WEIGHTS_F8),
+                                     .weights_f8_size = r->slots[SLOT_WEIGHTS_F8].memory.bytes};
 }
 
 static void fill_backward(run *r)
@@ -268,8 +242,8 @@ static void fill_backward(run *r)
                                        .router_weight = slot_data(r, SLOT_ROUTER_WEIGHT),
                                        .logits = slot_data(r, SLOT_LOGITS),
                                        .topk_ids = slot_data(r, SLOT_TOPK_IDS),
-                                       .w1 = slot_data(r, SLOT_W1),
-                                       .w2 = slot_data(r, SLOT_W2),
+                                       .w1 = weights_of(r, SLOT_W1),
+                                       .w2 = weights_of(r, SLOT_W2),
                                        .b2 = slot_data(r, SLOT_B2),
                                        .saved = slot_data(r, SLOT_SAVED),
                                        .saved_size = r->slots[SLOT_SAVED].memory.bytes,
@@ -286,7 +260,9 @@ static void fill_backward(run *r)
                                        .drow_weights = slot_data(r, SLOT_DROW_WEIGHTS),
                                        .loss_gradients = slot_data(r, SLOT_LOSS_GRADIENTS),
                                        .scratch = slot_data(r, SLOT_SCRATCH_BACKWARD),
-                                       .scratch_size = r->slots[SLOT_SCRATCH_BACKWARD].memory.bytes};
+                                       .scratch_size = r->slots[SLOT_SCRATCH_BACKWARD].memory.bytes,
+                                       .weights_f8 = slot_data(r, SLOT_WEIGHTS_F8),
+                                       .weights_f8_size = r->slots[SLOT_WEIGHTS_F8].memory.bytes};
 }
 
 bool run_make(run *r)
@@ -338,9 +314,8 @@ static bool poison(run *r, slot_id id)
 bool run_forward(run *r, const run_options *options)
 {
     smoe_context *c = r->context;
-    const arguments a = arguments_of(r);
-    const smoe_layer *l = &a.layer.layer;
-    const smoe_forward_args *f = &a.forward.args;
+    const smoe_layer *l = &r->layer;
+    const smoe_forward_args *f = &r->forward;
     if (!poison(r, SLOT_SCRATCH_FORWARD) || !disturb(r, options)) return false;
     if (!options->stages) return call(r, "smoe_layer_forward", smoe_layer_forward(c, l, f, NULL));
     const bool logits = l->entry == SMOE_ENTRY_FROM_LOGITS;
@@ -354,12 +329,10 @@ bool run_forward(run *r, const run_options *options)
 bool run_backward(run *r, const run_options *options)
 {
     if (!poison(r, SLOT_SCRATCH_BACKWARD) || !disturb(r, options)) return false;
-    const arguments a = arguments_of(r);
-    const smoe_layer *l = &a.layer.layer;
-    const smoe_backward_args *b = &a.backward.args;
     if (options->stages)
-        return call(r, "smoe_experts_backward", smoe_experts_backward(r->context, l, b, NULL));
-    return call(r, "smoe_layer_backward", smoe_layer_backward(r->context, l, b, NULL));
+        return call(r, "smoe_experts_backward",
+                    smoe_experts_backward(r->context, &r->layer, &r->backward, NULL));
+    return call(r, "smoe_layer_backward", smoe_layer_backward(r->context, &r->layer, &r->backward, NULL));
 }
 
 bool run_intact(run *r)
@@ -436,11 +409,10 @@ static bool enqueue_passes(void *user, void *stream)
 {
     const passes *p = user;
     run *r = p->r;
-    const arguments a = arguments_of(r);
-    r->status = smoe_layer_forward(r->context, &a.layer.layer, &a.forward.args, stream);
+    r->status = smoe_layer_forward(r->context, &r->layer, &r->forward, stream);
     const int backwards = p->options->forward_only ? 0 : p->options->backwards;
     for (int i = 0; i < backwards && r->status == SMOE_OK; i++)
-        r->status = smoe_layer_backward(r->context, &a.layer.layer, &a.backward.args, stream);
+        r->status = smoe_layer_backward(r->context, &r->layer, &r->backward, stream);
     return r->status == SMOE_OK || run_refuse(r, "%s", smoe_last_error(r->context));
 }
 
@@ -448,8 +420,7 @@ static bool enqueue_passes(void *user, void *stream)
 static bool fetch_forward(run *r, tensors *got)
 {
     smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
-    const arguments a = arguments_of(r);
-    return call(r, "smoe_view_plan", smoe_view_plan(r->context, &a.layer.layer, &a.forward.args, &view)) &&
+    return call(r, "smoe_view_plan", smoe_view_plan(r->context, &r->layer, &r->forward, &view)) &&
            run_fetch_forward(r, &view, got);
 }
 
@@ -488,10 +459,9 @@ static bool repeat(run *r, const run_options *options, const tensors *first, int
 }
 
 /* In two parts, the later experts first. Afterwards weights_f8 is an input. */
-static bool quantize_weights(run *r, quantize_function *quantize)
+static bool quantize_weights(run *r)
 {
-    if (r->compute == SMOE_COMPUTE_STORAGE) return true;
-    const arguments a = arguments_of(r);
+    if (r->layer.compute == SMOE_COMPUTE_STORAGE) return true;
     const int64_t e = r->layer.experts, parts[] = {e / 2, e, 0, e / 2};
     const size_t element = oracle_type_bytes(r->layer.dtype);
     const size_t w1 = (size_t)(oracle_h_width(&r->layer) * r->layer.hidden) * element;
@@ -505,16 +475,16 @@ static bool quantize_weights(run *r, quantize_function *quantize)
                                       parts[i],
                                       parts[i + 1] - parts[i],
                                       slot_data(r, SLOT_WEIGHTS_F8),
-                                      r->weights_f8_bytes};
-        if (!call(r, "smoe_quantize_weights", quantize(r->context, &a.layer.layer, &q, NULL))) return false;
+                                      r->sizes.weights_f8_bytes};
+        if (!call(r, "smoe_quantize_weights", smoe_quantize_weights(r->context, &r->layer, &q, NULL)))
+            return false;
     }
     return slot_keep(r, SLOT_WEIGHTS_F8);
 }
 
 static bool run_all(run *r, const oracle_drawn *drawn, const run_options *options, tensors *got)
 {
-    if (!run_make(r) || !run_inputs(r, drawn) || !quantize_weights(r, options->quantize) ||
-        !run_passes(r, options, got))
+    if (!run_make(r) || !run_inputs(r, drawn) || !quantize_weights(r) || !run_passes(r, options, got))
         return false;
     for (int64_t i = 0; i < options->repeats; i++)
         if (!repeat(r, options, got, options->differing)) return false;
@@ -530,8 +500,7 @@ run_outcome run_library(const device *on, smoe_context *context, const smoe_laye
     run r;
     *got = (tensors){0};
     run_wanted(layer, drawn, options, wanted);
-    const bool done = run_open_compute(&r, on, context, layer, options->compute, wanted) &&
-                      run_all(&r, drawn, options, got);
+    const bool done = run_open(&r, on, context, layer, wanted) && run_all(&r, drawn, options, got);
     run_close(&r);
     memcpy(text, r.text, RUN_TEXT);
     if (done) return RUN_OK;

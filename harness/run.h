@@ -7,14 +7,14 @@
  *   run_forward, run_backward, run_check     the calls, and: canaries in place, inputs unchanged?
  *   run_close
  *
- * run_library does all of it. A function that returns false has left the reason in run.text. */
+ * run_library does all of it. With fp8 it quantises the weights before the forward, and gives no w1 and w2. A
+ * function that returns false has left the reason in run.text. */
 #ifndef HARNESS_RUN_H
 #define HARNESS_RUN_H
 
 #include "harness/buffer.h"
 #include "harness/tensors.h"
 #include "oracle/draw.h"
-#include "src/smoe_f8.h"
 
 typedef enum slot_id {
     SLOT_X,
@@ -64,9 +64,7 @@ typedef struct run {
     const device *on;
     smoe_context *context;
     smoe_layer layer;
-    smoe_compute compute;
     smoe_sizes sizes;
-    uint64_t weights_f8_bytes;
     bool wanted[SLOTS];
     slot slots[SLOTS];
     smoe_forward_args forward;
@@ -75,16 +73,11 @@ typedef struct run {
     char text[RUN_TEXT];
 } run;
 
-typedef smoe_status quantize_function(smoe_context *context, const smoe_layer *layer,
-                                      const smoe_quantize_args *args, void *stream);
-
 typedef struct run_options {
-    bool stages;          // route, round, plan, experts one by one, and the experts' backward alone
-    bool forward_only;    // for inference
-    smoe_compute compute; // with fp8 the weights are quantised before the forward, and w1 and w2 are NULL
-    quantize_function *quantize; // moe_quantize_weights with fp8; by pointer, as libsmoe.so hides it
-    bool less_router;            // dlogits and drouter_bias are not asked for
-    bool graph;                  // both passes from a CUDA graph
+    bool stages;        // route, round, plan, experts one by one, and the experts' backward alone
+    bool forward_only;  // for inference
+    bool less_router;   // dlogits and drouter_bias are not asked for
+    bool graph;         // both passes from a CUDA graph
     int backwards;      // backward calls on one forward, at least 1; with `accumulate` their gradients add up
     void *traffic;      // device.h: copies are enqueued right before every pass; or NULL
     int64_t repeats;    // how often both passes run again, with the same buffers and outputs poisoned anew
@@ -98,8 +91,6 @@ void run_wanted(const smoe_layer *layer, const oracle_drawn *drawn, const run_op
 
 bool run_open(run *opened, const device *on, smoe_context *context, const smoe_layer *layer,
               const bool wanted[SLOTS]);
-bool run_open_compute(run *opened, const device *on, smoe_context *context, const smoe_layer *layer,
-                      smoe_compute compute, const bool wanted[SLOTS]);
 bool run_make(run *made);
 void run_close(run *closed);
 

@@ -69,7 +69,7 @@ extent slot_extent(const run *r, slot_id id)
     case SLOT_B1: return (extent){e * width, l->dtype, false};
     case SLOT_W2: return (extent){ed * l->intermediate, l->dtype, false};
     case SLOT_B2: return (extent){ed, l->dtype, false};
-    case SLOT_WEIGHTS_F8: return (extent){(int64_t)r->weights_f8_bytes, SMOE_TYPE_F32, true};
+    case SLOT_WEIGHTS_F8: return (extent){(int64_t)r->sizes.weights_f8_bytes, SMOE_TYPE_F32, true};
     case SLOT_DW1: return (extent){ed * width, l->gradient_type, false};
     case SLOT_DB1: return (extent){e * width, l->gradient_type, false};
     case SLOT_DW2: return (extent){ed * l->intermediate, l->gradient_type, false};

@@ -1,16 +1,15 @@
 /* smoe: Mixture-of-Experts layers, forward and backward, lean in memory and deterministic
  * (SonicMoE, arXiv 2512.14080).
  *
- * This header and smoe_ep.h are the manual. What they do not say is not part of the API.
- * Terms: docs/glossary.md.
+ * This header and smoe_ep.h are the manual: what they omit is not part of the API. Terms: docs/glossary.md.
  *
  * Symbols.
  *   T, d, n    number of tokens, hidden size, intermediate size
  *   E, K       number of experts, experts of a token (top-K)
  *   X, O       (T, d) the layer's input and output
  *   r, R       a row, and the number of rows. A row is a routed pair: a token t(r) with one of its experts e
- *   H, A, Y    one row for each r, with 2n, n and d columns. For a gated activation, such as SwiGLU, H has a
- *              gate half and an up half. Without a gate H has n columns
+ *   H, A, Y    one row for each r, with 2n, n and d columns. For a gated activation, such as SwiGLU, H has
+ *              gate columns, then up columns, for both layouts of W1. Without a gate H has n columns
  *   Wr, br     (E, d), (E) the router's weight and bias
  *   W1, b1     (E, 2n, d), (E, 2n) the experts' first weights and biases; without a gate (E, n, d), (E, n)
  *   W2, b2     (E, d, n), (E, d) the experts' second weights and biases
@@ -25,14 +24,8 @@
  * by token. In saved and scratch, each expert's rows are followed by pad rows (token -1, weight 0) up to the
  * next multiple of 64 rows. They add nothing to any result. A block is 64 consecutive rows of one expert, pad
  * rows included. padded_rows (in smoe_sizes) is an upper bound on the number of rows and pad rows. An array
- * with padded_rows elements begins with one element for each row and pad row; the elements after these belong
- * to no row. "The padded index of a row" is its index in such an array.
- *
- * R follows from the entry, which says in what form the caller gives the routing (smoe_entry):
- *   FROM_LOGITS without rounding  R = T K
- *   FROM_LOGITS with rounding     R depends on the logits
- *   FROM_TOPK                     R <= T K, since some ids may be skipped
- *   FROM_ROWS                     R = offsets[E]
+ * of padded_rows elements begins with one for each row and pad row; the elements after these belong to no
+ * row. "The padded index of a row" is its index in such an array. R follows from the entry (smoe_entry).
  *
  * Stages of the forward:
  *   router_gemm logits = X Wr^T + br (T, E)                                             smoe_route
@@ -43,14 +36,10 @@
  *   down        Y[r] = A[r] W2[e]^T + b2[e]                                             smoe_experts_forward
  *   combine     O[t] = sum over the rows r of t of s(r) Y[r]                            smoe_experts_forward
  *
- * H has gate columns, then up columns, for both layouts of W1.
- *
  * With LoRA, up also computes P1[r] = X[t(r)] A1[e]^T and adds P1[r] B1[e]^T to H[r]; down computes P2[r] =
- * A[r] A2[e]^T and adds P2[r] B2[e]^T to Y[r]. No matrix of the size of W1 or W2 is made. The caller
- * multiplies B1 and B2 by LoRA's scale, alpha / rank.
+ * A[r] A2[e]^T and adds P2[r] B2[e]^T to Y[r]. The caller multiplies B1 and B2 by LoRA's scale, alpha / rank.
  *
- * The plan contains all that up, down and combine read about the routing. For FROM_LOGITS it also contains
- * the results of topk.
+ * The plan has all that up, down and combine read about the routing, and for FROM_LOGITS the results of topk.
  *
  * Stages of the backward. dO is the gradient of O, dS the gradient of s, and so on. A' is s A. dX~ has one
  * row for each r. smoe_experts_backward runs all stages but router_bwd; smoe_layer_backward runs all.
@@ -68,39 +57,34 @@
  *
  * Rules of every call that takes a layer.
  *  - It returns a status. After anything but SMOE_OK, smoe_last_error(context) gives the reason.
- *  - `stream` is a cudaStream_t of the context's device. NULL is that device's legacy default stream. A call
- *    with the cuda backend enqueues its work on the stream and returns. It allocates nothing, waits for
- *    nothing and reads no count back to the host, so a CUDA graph can capture it. (The debugging option
- *    check_offsets is the exception.)
+ *  - `stream` is a cudaStream_t of the context's device; NULL is its legacy default stream. A call with the
+ *    cuda backend enqueues its work on the stream and returns. Without the option check_offsets it allocates
+ *    nothing, waits for nothing and reads no count back to the host, so a CUDA graph can capture it.
  *  - The CPU backend ignores the stream and has finished when a call returns. A call allocates nothing, with
  *    one exception: the first call of a thread starts the OpenMP threads that serve this thread.
  *  - The caller owns all memory. With the cuda backend every pointer to data is a device pointer. Tensors
- *    are aligned to 16 bytes (losses and loss_gradients to 4, token_mask to 1), saved and scratch to 64.
- *    Memory that a call writes must not overlap any other memory that the call is given: out is not x, dx
- *    is not dout. If it does, the call returns SMOE_ERROR_ARGUMENT.
+ *    are aligned to 16 bytes (losses and loss_gradients to 4, token_mask to 1), saved, scratch and weights_f8
+ *    to 64. It is SMOE_ERROR_ARGUMENT if memory that a call writes overlaps any other that the call is given.
  *  - The CPU backend checks what an earlier call left in `saved` and `scratch`. If it cannot come from this
  *    layer, the call returns SMOE_ERROR_ARGUMENT.
- *  - The same inputs give the same bits, for any number of threads. Another processor or another kind of GPU
- *    may give other bits: OpenBLAS chooses its kernels by processor, and the cuda backend cuts work by the
- *    number of SMs of the device (not by the option sms).
- *  - No value in a tensor causes an error, except those of `offsets` (smoe_forward_args): offsets against
- *    their rule are SMOE_ERROR_ARGUMENT with the CPU backend. With the cuda backend they are undefined
- *    behaviour, and an error only if the context's option check_offsets is set.
+ *  - The same inputs give the same bits, for any number of threads. Another processor or kind of GPU may give
+ *    other bits: OpenBLAS chooses kernels by processor, cuda cuts work by the device's SMs (not by sms).
+ *  - No value in a tensor causes an error, except `offsets` against their rule (smoe_forward_args): that is
+ *    SMOE_ERROR_ARGUMENT with the CPU backend, and with cuda undefined behaviour without check_offsets.
  *  - A NaN logit ranks below -inf. A token with a NaN logit among its top-K gets NaN weights and a NaN output
  *    row; no other token changes. A NaN logit outside the top-K adds 0 to the denominator of a softmax over
  *    all E. If some logits of a softmax are +inf, these logits share the weight equally, all other logits get
  *    0, and the z-loss is +inf. The sigmoid of +inf is 1.
- *  - Every struct starts with struct_size; initialise the struct with its _INIT macro. Later versions only
- *    append fields. The library reads the bytes that struct_size covers and uses defaults for the other
- *    fields. If struct_size is larger than the library's own struct, the additional bytes must be zero.
+ *  - Every struct starts with struct_size; initialise it with its _INIT macro. Later versions only append
+ *    fields. The library reads what struct_size covers and uses defaults for other fields. Bytes beyond the
+ *    library's own struct must be zero.
  *
  * The CPU backend and the process.
- *  - OpenBLAS has one number of threads for the whole process. The library sets this number to 1 while a
- *    call runs. When the call ends, the library restores the number that it found at the start, unless the
- *    application has set a number other than 1 during the call.
- *  - A forked child does not have the OpenMP threads of its parent. If the thread that forks has used any
- *    context with more than one thread, then in the child it gets SMOE_ERROR_UNSUPPORTED from every context
- *    with more than one thread. Other contexts work there, and a new thread of the child can use any. */
+ *  - OpenBLAS has one number of threads for the whole process. A call sets it to 1, and at its end restores
+ *    what it found, unless the application has set a number other than 1 during the call.
+ *  - A forked child lacks the OpenMP threads of its parent. If the thread that forks has used a context with
+ *    several threads, then in the child it gets SMOE_ERROR_UNSUPPORTED from every context with several
+ *    threads. Other contexts work there, and a new thread of the child can use any. */
 #ifndef SMOE_H
 #define SMOE_H
 
@@ -118,28 +102,25 @@ extern "C" {
 #endif
 
 /* ---- Version ------------------------------------------------------------------------------------------- */
-
 #define SMOE_VERSION_MAJOR 0
-#define SMOE_VERSION_MINOR 1
+#define SMOE_VERSION_MINOR 2
 #define SMOE_VERSION_PATCH 0
 #define SMOE_VERSION       (SMOE_VERSION_MAJOR * 10000 + SMOE_VERSION_MINOR * 100 + SMOE_VERSION_PATCH)
 
 SMOE_API int smoe_version(void); /* SMOE_VERSION of the library that is linked */
 
-/* What this header and smoe_ep.h declare (enums, structs with their defaults, functions), as JSON: bindings
- * in other languages can be made from it, as those of the Python package are. Static text, never NULL; "" if
- * the library was built on a machine without Python. */
+/* What this header and smoe_ep.h declare, with defaults, as JSON, from which the Python package makes its
+ * bindings. Static text, never NULL; "" if the library was built on a machine without Python. */
 SMOE_API const char *smoe_declarations(void);
 
 /* ---- Status. The values never change. ------------------------------------------------------------------ */
-
 typedef enum smoe_status {
     SMOE_OK = 0,
     SMOE_ERROR_ARGUMENT = 100,    /* a NULL pointer, a value outside its enum, arguments that contradict each
                                      other, memory that overlaps, offsets against their rule */
     SMOE_ERROR_SHAPE = 110,       /* a size of zero or above its limit, K > E, d or n not a multiple of 8 */
     SMOE_ERROR_ALIGNMENT = 120,   /* a pointer that is not aligned */
-    SMOE_ERROR_BUFFER = 130,      /* saved or scratch smaller than smoe_query_sizes asked for */
+    SMOE_ERROR_BUFFER = 130,      /* saved, scratch or weights_f8 smaller than smoe_query_sizes asked for */
     SMOE_ERROR_UNSUPPORTED = 140, /* a valid description that this backend, build or process cannot run */
     SMOE_ERROR_MEMORY = 150,      /* the host is out of memory or address space (smoe_create only) */
     SMOE_ERROR_DEVICE = 160,      /* no device, or the CUDA runtime reported an error */
@@ -149,11 +130,10 @@ typedef enum smoe_status {
 SMOE_API const char *smoe_status_string(smoe_status status); /* static text, never NULL */
 
 /* ---- Context ------------------------------------------------------------------------------------------- */
-
 typedef enum smoe_backend { SMOE_BACKEND_CPU = 0, SMOE_BACKEND_CUDA = 10 } smoe_backend;
 
 /* The cuda kernels that multiply. BEST: those written for the device's generation, else the portable ones.
- * PORTABLE: the portable ones, for every GPU from compute capability 8.0 on. Both have all features. */
+ * PORTABLE: the portable ones, for every GPU from compute capability 8.0 on; they lack only fp8. */
 typedef enum smoe_kernels { SMOE_KERNELS_BEST = 0, SMOE_KERNELS_PORTABLE = 1 } smoe_kernels;
 
 /* What a smoe_stage_callback gets; not in the order of time. smoe_stage_string gives the names. */
@@ -179,9 +159,8 @@ typedef enum smoe_stage {
 
 SMOE_API const char *smoe_stage_string(smoe_stage stage); /* "topk", "round", ...: static text, never NULL */
 
-/* Called on the host before (end = 0) and after (end = 1) the work of a stage is enqueued on `stream`, the
- * stream of the call. If the layer has several chunks (smoe_layer), some stages are reported several times in
- * one call. A stage that no wanted result needs is not reported. */
+/* Called on the host before (end = 0) and after (end = 1) the work of a stage is enqueued on the call's
+ * `stream`: with several chunks (smoe_layer) maybe several times, and not if no wanted result needs it. */
 typedef void (*smoe_stage_callback)(void *user, smoe_stage stage, int end, void *stream);
 
 /* Opaque. Any thread may use a context, as long as no two calls on it overlap: the forward may run on one
@@ -197,13 +176,11 @@ typedef struct smoe_context_options {
     void *on_stage_user;          /* the callback's first argument */
     char *error_text;             /* optional, error_size bytes: smoe_create writes here why it failed */
     size_t error_size;
-    int32_t check_offsets; /* cuda: 1, for debugging: smoe_plan and smoe_layer_forward of a layer FROM_ROWS
-                              wait for the stream and check `offsets`; in a capture these calls are
-                              UNSUPPORTED */
-    int32_t sms; /* cuda: up, down, dh, dw2, dw1, dx_rows and the plan of a layer FROM_ROWS occupy at most
-                    this many SMs (multiprocessors), from 1 to the device's number, so that the others are
-                    free for other streams; 0: all. Results do not depend on it */
-    smoe_kernels kernels; /* cuda */
+    int32_t check_offsets; /* cuda: 1, for debugging: smoe_plan and smoe_layer_forward FROM_ROWS wait for the
+                              stream and check `offsets`; in a capture they are UNSUPPORTED */
+    int32_t sms;           /* cuda: up, down, dh, dw2, dw1, dx_rows and the plan FROM_ROWS occupy at most this
+                              many SMs, the others are free for other streams; 0: all. Same results */
+    smoe_kernels kernels;  /* cuda */
 } smoe_context_options;
 #define SMOE_CONTEXT_OPTIONS_INIT                                                                            \
     {                                                                                                        \
@@ -212,9 +189,8 @@ typedef struct smoe_context_options {
 
 /* Creates a context. options may be NULL: the CPU backend with its defaults. The call may allocate and
  * block. On failure *context is NULL. Errors: ARGUMENT, UNSUPPORTED (this build lacks the backend), MEMORY,
- * DEVICE. With the CPU backend OpenBLAS allocates the buffers that later calls need: 128 MiB of address space
- * for each thread of the context, and more if OpenBLAS is set to several threads. They stay allocated after
- * smoe_destroy, and later contexts use them. */
+ * DEVICE. With the CPU backend OpenBLAS allocates 128 MiB of address space for each thread of the context,
+ * more if OpenBLAS is set to several threads. They stay after smoe_destroy, for later contexts. */
 SMOE_API smoe_status smoe_create(smoe_context **context, const smoe_context_options *options);
 
 /* Destroys a context; NULL is allowed. All work enqueued through it must have finished. */
@@ -232,7 +208,6 @@ typedef struct smoe_ep smoe_ep;
 SMOE_API const char *smoe_kernels_string(const smoe_context *context);
 
 /* ---- The description of a layer ------------------------------------------------------------------------ */
-
 typedef enum smoe_type {
     SMOE_TYPE_F32 = 0, /* as the dtype of a layer: cpu only */
     SMOE_TYPE_BF16 = 1,
@@ -241,10 +216,9 @@ typedef enum smoe_type {
     SMOE_TYPE_I64 = 11
 } smoe_type;
 
-/* Gated activations: g and u are elements of the gate half and of the up half of a row of H. Activations
- * without a gate have W1 (E, n, d), b1 (E, n) and H (R, n); h is an element of H. At 0 the
- * derivative of max(h, 0) is 0. Two activations take values from the layer: cg = gate_limit, cu = up_limit,
- * a = gate_alpha, b = up_offset. The derivative of a clamp is 1 within its limits and at them, 0 beyond. */
+/* g and u are elements of the gate half and of the up half of a row of H; without a gate h is an element of
+ * H. At 0 the derivative of max(h, 0) is 0. Two activations take values from the layer: cg = gate_limit, cu =
+ * up_limit, a = gate_alpha, b = up_offset. The derivative of a clamp is 1 up to its limits, 0 beyond. */
 typedef enum smoe_activation {
     SMOE_ACTIVATION_SWIGLU = 0,         /* silu(g) u */
     SMOE_ACTIVATION_GEGLU = 1,          /* gelu(g) u, gelu by erf */
@@ -267,11 +241,12 @@ typedef enum smoe_layout {
 
 /* In what form the caller gives the routing. */
 typedef enum smoe_entry {
-    SMOE_ENTRY_FROM_LOGITS = 0, /* router logits, or the router's weight from which they are computed */
-    SMOE_ENTRY_FROM_TOPK = 1,   /* expert ids and row weights (T, K). Ids outside 0..E-1 are skipped, and
-                                   so is an id that the token has had before */
-    SMOE_ENTRY_FROM_ROWS = 2    /* rows already sorted by expert, with offsets (E+1). X and O have T rows
-                                   in the same order: t(r) = r */
+    SMOE_ENTRY_FROM_LOGITS = 0, /* router logits, or the router's weight from which they are computed. R is T
+                                   K; with rounding it depends on the logits */
+    SMOE_ENTRY_FROM_TOPK = 1, /* expert ids and row weights (T, K). Ids outside 0..E-1 are skipped, and so is
+                                 an id that the token has had before: R <= T K */
+    SMOE_ENTRY_FROM_ROWS = 2  /* rows already sorted by expert, with offsets (E+1). X and O have T rows in the
+                                 same order: t(r) = r. R = offsets[E] */
 } smoe_entry;
 
 /* How the experts of a token and their row weights follow from its logits l. p is the softmax of l over all
@@ -296,14 +271,12 @@ typedef enum smoe_score {
 
 /* Token rounding changes the set of routed pairs so that every expert's count is a multiple of the tile M.
  * The count. c is the number of tokens that top-K selected for an expert. lo = M floor(c / M), and hi = M
- * ceil(c / M). If c is a multiple of M, lo = hi = c. A rule chooses lo or hi; if hi > T, every rule chooses
- * lo.
- * The pairs. For each expert all T tokens are ranked: first the tokens that top-K selected for the expert,
- * then all others. Within each of these two groups a higher score comes first; of equal scores the lower
- * token comes first. The score is p; for SIGMOID it is the selection score. The first lo or hi tokens of the
- * ranking are routed. Scores are compared as f32, or rounded to bf16 if the logits are bf16.
- * The weights. A pair that top-K selected keeps its weight. A pair that rounding adds gets the weight p (for
- * SIGMOID: sigma) times route_scale. Gradients flow through the weights of all routed pairs. */
+ * ceil(c / M). A rule chooses lo or hi; if hi > T, every rule chooses lo.
+ * The pairs. For each expert all T tokens are ranked: first those that top-K selected for it, then all
+ * others; within both groups by falling score, of equal scores the lower token first. The score is p, for
+ * SIGMOID the selection score, as f32, or rounded to bf16 if the logits are bf16. The first lo or hi tokens
+ * are routed. The weights. A pair that top-K selected keeps its weight. A pair that rounding adds gets the
+ * weight p (for SIGMOID: sigma) times route_scale. Gradients flow through the weights of all routed pairs. */
 typedef enum smoe_rounding {
     SMOE_ROUNDING_NONE = 0,
     SMOE_ROUNDING_NR_F = 1, /* nearest: hi if c - lo > M/2 */
@@ -317,6 +290,17 @@ typedef enum smoe_rounding {
     SMOE_ROUNDING_UP = 5,        /* always hi */
     SMOE_ROUNDING_DOWN = 6       /* always lo */
 } smoe_rounding;
+
+/* How the GEMMs of the experts multiply. Experimental: it may change in any version.
+ * With F8 and F8_DGRAD they multiply numbers of 8 bits (e4m3), each group of which has a power of two as its
+ * scale: a token's X or dO, a matrix of an expert, 128 features of a row of A, 256 of dH. The caller's
+ * tensors keep their types; the weights are quantised ahead (smoe_quantize_weights). d and n must be
+ * multiples of 16. UNSUPPORTED: LoRA, ranks, and on the cuda backend all but BF16 with Hopper's kernels. */
+typedef enum smoe_compute {
+    SMOE_COMPUTE_STORAGE = 0,  /* as dtype */
+    SMOE_COMPUTE_F8 = 10,      /* up, down, dh, dx_rows, dw2 and dw1 in e4m3 */
+    SMOE_COMPUTE_F8_DGRAD = 11 /* the same, but dw2 and dw1 as dtype */
+} smoe_compute;
 
 typedef struct smoe_layer {
     size_t struct_size;
@@ -338,12 +322,11 @@ typedef struct smoe_layer {
     int32_t accumulate;  /* 1: gradients of weights, biases and LoRA's factors are added to the old values in
                             f32, and the sum is rounded once; 0: they are written */
     int32_t inference;   /* 1: no backward follows. Nothing is saved; the plan is in scratch */
-    int32_t reuse_saved; /* 1: the backward may overwrite the saved H with dH, and needs less scratch (with
-                            ranks on the CPU: no effect) */
+    int32_t reuse_saved; /* 1: the backward may overwrite the saved H with dH, and needs less scratch (no
+                            effect with ranks on the CPU, and with F8 on cuda) */
     int32_t chunks;      /* a power of two, 1..64. down and combine, dx_rows and dx run once for each chunk of
-                            the d columns, so that only one chunk of Y or dX~ is in scratch. A chunk has
-                            64 * ceil(d / (64 * chunks)) columns, the last one the remaining columns. Any
-                            number gives the same bits */
+                            64 ceil(d / (64 chunks)) columns (the last has the rest), so that only one chunk
+                            of Y or dX~ is in scratch. Any number gives the same bits */
     /* The router, for FROM_LOGITS. For FROM_TOPK and FROM_ROWS, score, renormalize, tile and seed are
      * ignored; groups, groups_kept, route_scale and rounding must have their default values */
     smoe_score score;
@@ -370,16 +353,16 @@ typedef struct smoe_layer {
     int64_t max_tokens;   /* T of each rank is 0..max_tokens */
     int64_t row_capacity; /* the number of received rows, pad rows counted, whose H is kept. The backward
                              computes H of the others again. 0: 1.25 max_tokens topk, at least 16384 */
-    int32_t lora_rank1;   /* LoRA beside W1: r1, a multiple of 8, at most 256; 0: none, as it must be if
-                             `ranks` is not 0 */
+    int32_t lora_rank1;   /* LoRA beside W1: r1, a multiple of 8, at most 256; 0: none, as with ranks */
     int32_t lora_rank2;   /* the same beside W2: r2 */
+    smoe_compute compute;
 } smoe_layer;
 #define SMOE_LAYER_INIT                                                                                      \
     {                                                                                                        \
         sizeof(smoe_layer), 0, 0, 0, 0, 1, SMOE_TYPE_BF16, SMOE_ACTIVATION_SWIGLU, SMOE_LAYOUT_CONCATENATED, \
             SMOE_ENTRY_FROM_LOGITS, SMOE_TYPE_I32, SMOE_TYPE_F32, SMOE_TYPE_F32, 0, 0, 0, 1,                 \
             SMOE_SCORE_SOFTMAX_TOPK, 0, 1, 1, 1.0f, SMOE_ROUNDING_NONE, 128, 0, 7.0f, 7.0f, 1.702f, 1.0f, 0, \
-            0, 0, 0, 0, 0                                                                                    \
+            0, 0, 0, 0, 0, SMOE_COMPUTE_STORAGE                                                              \
     }
 
 /* Whether this context can run this layer: OK, or one of ARGUMENT, SHAPE and UNSUPPORTED with the reason in
@@ -387,19 +370,17 @@ typedef struct smoe_layer {
 SMOE_API smoe_status smoe_supports(smoe_context *context, const smoe_layer *layer);
 
 /* ---- Sizes --------------------------------------------------------------------------------------------- */
-
 typedef struct smoe_sizes {
     size_t struct_size;
-    int64_t rows;                /* upper bound on R: T K, plus the pairs that rounding can add */
-    int64_t padded_rows;         /* upper bound on the number of rows and pad rows: rows + 63 min(E, rows) */
-    uint64_t saved_bytes;        /* what is alive from forward to backward, without pad rows and logits: X,
-                                    H, the plan. With R standing for `rows`, in bf16: 2 T d + 4 n R +
-                                    metadata_bytes. Without a gate 4 n R becomes 2 n R. LoRA adds P1 and
-                                    P2, 2 (r1 + r2) R. In f32 X, H, P1 and P2 take twice as much */
+    int64_t rows;        /* upper bound on R: T K, plus the pairs that rounding can add */
+    int64_t padded_rows; /* upper bound on the number of rows and pad rows: rows + 63 min(E, rows) */
+    /* saved_bytes: what is alive from forward to backward, without pad rows and logits: X, H, the plan. With
+     * R standing for `rows`, in bf16: 2 T d + 4 n R + metadata_bytes, without a gate 2 n R instead of 4 n R.
+     * LoRA adds P1 and P2, 2 (r1 + r2) R. In f32 X, H, P1 and P2 take twice as much */
+    uint64_t saved_bytes;
     uint64_t metadata_bytes;     /* the plan's part of saved_bytes */
-    uint64_t saved_buffer_bytes; /* the size of `saved`. Without ranks it holds the plan, and H, P1 and P2 of
-                                    padded_rows rows. With ranks it holds two plans, b1, and H of
-                                    row_capacity rows. The caller gives X to the backward again */
+    uint64_t saved_buffer_bytes; /* of `saved`: the plan, and H, P1 and P2 of padded_rows rows; with ranks
+                                    two plans, b1, and H of row_capacity rows. X is not in it */
     uint64_t scratch_forward_bytes;
     uint64_t scratch_backward_bytes;
     uint64_t window_bytes; /* of each rank's window (smoe_ep.h); 0 without ranks */
@@ -409,19 +390,17 @@ typedef struct smoe_sizes {
     uint64_t saved_token_bytes;
     int32_t backward_reads_logits; /* Whether smoe_layer_backward reads the logits for dlogits. 1:
                                       always. 0: only if a loss has a coefficient or a gradient */
+    uint64_t weights_f8_bytes;     /* F8, F8_DGRAD: about 6 E d n, without a gate 4 E d n */
 } smoe_sizes;
 #define SMOE_SIZES_INIT                                                                                      \
     {                                                                                                        \
-        sizeof(smoe_sizes), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0                                                  \
+        sizeof(smoe_sizes), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0                                               \
     }
 
-/* The sizes of the buffers that a layer needs in this context. The same description gives the same sizes.
- * Errors: those of smoe_supports, and ARGUMENT if `sizes` is NULL or its struct_size is against the rule at
- * the top. */
+/* The sizes of the buffers that a layer needs in this context. The same description gives the same sizes. */
 SMOE_API smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes);
 
 /* ---- Forward ------------------------------------------------------------------------------------------- */
-
 typedef struct smoe_forward_args {
     size_t struct_size;
     const void *x; /* (T, d) dtype */
@@ -432,10 +411,10 @@ typedef struct smoe_forward_args {
                      read them again */
     const float *selection_bias; /* (E) or NULL; SIGMOID only: part of the selection score */
     uint64_t step;               /* SR_F: the number of the training step; the random draws depend on it */
-    float *losses; /* (2), written, or NULL. losses[0], load balance: E sum_e (count_e / C) mean_t p[t,e].
-                      count_e is before rounding; p is the softmax, also for SIGMOID. losses[1], z: mean_t
-                      logsumexp(logits[t])^2. C is the number of tokens that token_mask counts, and the means
-                      and count_e are over these tokens. If C is 0, both losses are 0 */
+    /* losses (2), written, or NULL. losses[0], load balance: E sum_e (count_e / C) mean_t p[t,e]; count_e is
+     * before rounding, p the softmax, also for SIGMOID. losses[1], z: mean_t logsumexp(logits[t])^2. C tokens
+     * are counted by token_mask; count_e and the means are over these. If C is 0, both losses are 0 */
+    float *losses;
     /* FROM_TOPK */
     const void *topk_ids;      /* (T, K) index_type */
     const float *topk_weights; /* (T, K) */
@@ -451,9 +430,8 @@ typedef struct smoe_forward_args {
     void *out;      /* O (T, d) dtype */
     void *saved;    /* at least saved_buffer_bytes; NULL for inference */
     uint64_t saved_size;
-    void *scratch; /* at least scratch_forward_bytes. After smoe_layer_forward no call needs its content,
-                      except that for inference smoe_view_plan points into it. Between smoe_route, smoe_round,
-                      smoe_plan and smoe_experts_forward it must stay untouched */
+    void *scratch; /* at least scratch_forward_bytes. After smoe_layer_forward it is free, but for inference
+                      smoe_view_plan points into it. Between the four calls it must stay untouched */
     uint64_t scratch_size;
     smoe_ep *ep; /* the group of a layer with ranks */
     /* FROM_LOGITS */
@@ -465,15 +443,17 @@ typedef struct smoe_forward_args {
                             a gate */
     const void *lora_a2; /* A2 (E, r2, n) dtype */
     const void *lora_b2; /* B2 (E, d, r2) dtype */
+    const void
+        *weights_f8; /* F8, F8_DGRAD: required, as smoe_quantize_weights left it. w1, w2 are not read */
+    uint64_t weights_f8_size;
 } smoe_forward_args;
 #define SMOE_FORWARD_ARGS_INIT                                                                               \
     {                                                                                                        \
         sizeof(smoe_forward_args), NULL, NULL, NULL, NULL, NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL,      \
-            NULL, NULL, NULL, NULL, NULL, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL                     \
+            NULL, NULL, NULL, NULL, NULL, 0, NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0            \
     }
 
-/* The whole forward. For FROM_LOGITS it does what smoe_route, smoe_round (if rounding is not NONE),
- * smoe_plan and smoe_experts_forward do; for the other entries what smoe_plan and smoe_experts_forward do. */
+/* The whole forward: what those of the next four calls do that are for this layer. */
 SMOE_API smoe_status smoe_layer_forward(smoe_context *context, const smoe_layer *layer,
                                         const smoe_forward_args *args, void *stream);
 
@@ -531,17 +511,16 @@ SMOE_API smoe_status smoe_update_selection_bias(smoe_context *context, const smo
                                                 void *stream);
 
 /* ---- Backward ------------------------------------------------------------------------------------------ */
-
-/* Pass NULL for each gradient that is not wanted. Work that only unwanted gradients need is not done. An
- * input may be NULL if no wanted gradient reads it and no comment requires it. If a layer with ranks can
- * receive more than row_capacity rows, every gradient but db2 reads x and w1. */
+/* Pass NULL for each gradient that is not wanted: work that only such need is not done. An input may be NULL
+ * if no wanted gradient reads it and no comment requires it. If a layer with ranks can receive more than
+ * row_capacity rows, every gradient but db2 reads x and w1. */
 typedef struct smoe_backward_args {
     size_t struct_size;
     /* the forward's inputs and results, with the same values */
     const void *x;             /* (T, d); read for dw1, drouter_weight, dlora_a1 */
     const void *router_weight; /* (E, d), or NULL: dx does not include the router's term */
-    const void *logits;        /* FROM_LOGITS: (T, E); read for dlogits, for the router's gradients and for
-                                  the router's term of dx. May be NULL for sparse dlogits of a softmax */
+    const void *logits;        /* FROM_LOGITS: (T, E); read for dlogits, the router's gradients and its term
+                                  of dx. May be NULL for sparse dlogits of a softmax */
     const void *topk_ids;      /* FROM_TOPK: (T, K); read for dtopk_weights */
     const void *w1;            /* read for dx */
     const void *w2;            /* required for every gradient except db2, even for dw2 alone */
@@ -557,8 +536,7 @@ typedef struct smoe_backward_args {
                              router_weight */
     void *dw1, *dw2;      /* shaped as w1, w2; gradient_type. The gradient of an expert without rows is 0 or,
                              with accumulate, unchanged */
-    void *db1, *db2;      /* shaped as b1, b2; gradient_type. If db2 is wanted, b2 must be
-                             given */
+    void *db1, *db2;      /* shaped as b1, b2; gradient_type. db2 needs b2 */
     void *drouter_weight; /* (E, d) gradient_type. smoe_layer_backward computes drouter_weight,
                              drouter_bias and dlogits; smoe_experts_backward ignores them */
     void *drouter_bias;   /* (E) gradient_type. drouter_weight and drouter_bias need router_weight */
@@ -568,20 +546,22 @@ typedef struct smoe_backward_args {
                              (padded_rows), written; 0 for elements that are not those of a row */
     void *scratch;        /* at least scratch_backward_bytes, whichever gradients are wanted */
     uint64_t scratch_size;
-    const float *loss_gradients; /* (2) or NULL: the gradients of losses[0] and losses[1], which are added to
-                                    balance_coefficient and z_coefficient. With the cuda backend they are in
-                                    device memory, so earlier work on the stream may compute them */
-    smoe_ep *ep;                 /* the forward's */
-    const uint8_t *token_mask;   /* the forward's; read if a loss has a coefficient or a gradient */
+    /* loss_gradients (2), or NULL: the gradients of losses[0] and losses[1], which are added to the two
+     * coefficients. With cuda they are in device memory: earlier work on the stream may compute them */
+    const float *loss_gradients;
+    smoe_ep *ep;               /* the forward's */
+    const uint8_t *token_mask; /* the forward's; read if a loss has a coefficient or a gradient */
     const void *lora_a1, *lora_b1, *lora_a2, *lora_b2; /* the forward's */
     void *dlora_a1, *dlora_b1;                         /* shaped as lora_a1 and so on; gradient_type */
     void *dlora_a2, *dlora_b2;
+    const void *weights_f8; /* the forward's; required where w1 or w2 would be. With F8 dw2 also reads x */
+    uint64_t weights_f8_size;
 } smoe_backward_args;
 #define SMOE_BACKWARD_ARGS_INIT                                                                              \
     {                                                                                                        \
         sizeof(smoe_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL, 0.0f, 0.0f,     \
             NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, NULL, NULL, NULL, NULL,     \
-            NULL, NULL, NULL, NULL, NULL, NULL, NULL                                                         \
+            NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0                                                \
     }
 
 /* The whole backward: computes the gradients that are wanted. */
@@ -592,6 +572,26 @@ SMOE_API smoe_status smoe_layer_backward(smoe_context *context, const smoe_layer
  * FROM_ROWS, which has no router, this call and smoe_layer_backward do the same. */
 SMOE_API smoe_status smoe_experts_backward(smoe_context *context, const smoe_layer *layer,
                                            const smoe_backward_args *args, void *stream);
+
+typedef struct smoe_quantize_args {
+    size_t struct_size;
+    const void *w1;        /* (experts, 2n, d) in the order of `layout`, of these experts alone */
+    const void *w2;        /* (experts, d, n) */
+    smoe_type weight_type; /* of w1 and w2: dtype or, for master weights, SMOE_TYPE_F32 */
+    int64_t first_expert;
+    int64_t experts;  /* at least 1 */
+    void *weights_f8; /* of all experts of the layer: at least weights_f8_bytes */
+    uint64_t weights_f8_size;
+} smoe_quantize_args;
+#define SMOE_QUANTIZE_ARGS_INIT                                                                              \
+    {                                                                                                        \
+        sizeof(smoe_quantize_args), NULL, NULL, SMOE_TYPE_BF16, 0, 0, NULL, 0                                \
+    }
+
+/* Quantises experts first_expert .. first_expert + experts - 1 into weights_f8, whose other bytes stay as
+ * they are. To be called after each change of the weights. */
+SMOE_API smoe_status smoe_quantize_weights(smoe_context *context, const smoe_layer *layer,
+                                           const smoe_quantize_args *args, void *stream);
 
 #ifdef __cplusplus
 }

@@ -12,16 +12,16 @@ smoe_status moe_take_layer(smoe_context *context, const char *function, const sm
                            moe_problem *problem)
 {
     context->function = function;
-    smoe_layer_f8 taken = {.layer = SMOE_LAYER_INIT};
+    smoe_layer taken = SMOE_LAYER_INIT;
     smoe_status status = moe_check_struct(context, function, "layer", "SMOE_LAYER_INIT", layer, sizeof taken);
     if (status != SMOE_OK) return status;
     moe_take_struct(&taken, sizeof taken, layer);
-    status = moe_check_layer(context, function, &taken.layer, problem);
-    if (status == SMOE_OK) status = moe_check_compute(context, taken.compute, problem);
-    if (status == SMOE_OK && taken.layer.ranks && !context->backend->ep)
+    status = moe_check_layer(context, function, &taken, problem);
+    if (status == SMOE_OK) status = moe_check_compute(context, &taken);
+    if (status == SMOE_OK && taken.ranks && !context->backend->ep)
         return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
                         "%s: layer->ranks is %d, but the %s backend has no expert parallelism", function,
-                        (int)taken.layer.ranks, context->backend->name);
+                        (int)taken.ranks, context->backend->name);
     return status == SMOE_OK ? context->backend->supports(context, problem) : status;
 }
 
@@ -30,14 +30,6 @@ smoe_status smoe_supports(smoe_context *context, const smoe_layer *layer)
     if (!context) return SMOE_ERROR_ARGUMENT;
     moe_problem problem;
     return moe_take_layer(context, "smoe_supports", layer, &problem);
-}
-
-static smoe_status give_sizes(smoe_context *context, smoe_sizes *sizes, const void *known, size_t size)
-{
-    const smoe_status status =
-        moe_check_struct(context, "smoe_query_sizes", "sizes", "SMOE_SIZES_INIT", sizes, size);
-    if (status == SMOE_OK) moe_give_struct(sizes, known, size);
-    return status;
 }
 
 smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smoe_sizes *sizes)
@@ -63,11 +55,11 @@ smoe_status smoe_query_sizes(smoe_context *context, const smoe_layer *layer, smo
     const smoe_backward_args no_losses = SMOE_BACKWARD_ARGS_INIT;
     known.backward_reads_logits =
         problem.layer.entry == SMOE_ENTRY_FROM_LOGITS && moe_reads_logits(&problem.layer, &no_losses);
-    if (problem.compute != SMOE_COMPUTE_STORAGE) {
-        const smoe_sizes_f8 with_f8 = {known, moe_f8_weights_at(&problem, NULL).bytes};
-        return give_sizes(context, sizes, &with_f8, sizeof with_f8);
-    }
-    return give_sizes(context, sizes, &known, sizeof known);
+    if (problem.layer.compute != SMOE_COMPUTE_STORAGE)
+        known.weights_f8_bytes = moe_f8_weights_at(&problem, NULL).bytes;
+    status = moe_check_struct(context, "smoe_query_sizes", "sizes", "SMOE_SIZES_INIT", sizes, sizeof known);
+    if (status == SMOE_OK) moe_give_struct(sizes, &known, sizeof known);
+    return status;
 }
 
 /* Fields that contradict each other. */
@@ -86,16 +78,14 @@ static smoe_status check_forward_fields(smoe_context *context, const smoe_layer 
 }
 
 static smoe_status take_forward(smoe_context *context, const char *function, const smoe_layer *layer,
-                                const smoe_forward_args *given, moe_call *call, smoe_forward_args_f8 *args)
+                                const smoe_forward_args *given, moe_call *call, smoe_forward_args *args)
 {
     smoe_status status = moe_take_layer(context, function, layer, &call->problem);
     if (status != SMOE_OK) return status;
-    *args = (smoe_forward_args_f8){.args = SMOE_FORWARD_ARGS_INIT};
-    const size_t known = call->problem.compute == SMOE_COMPUTE_STORAGE ? sizeof args->args : sizeof *args;
-    status = moe_check_struct(context, function, "args", "SMOE_FORWARD_ARGS_INIT", given, known);
+    *args = (smoe_forward_args)SMOE_FORWARD_ARGS_INIT;
+    status = moe_check_struct(context, function, "args", "SMOE_FORWARD_ARGS_INIT", given, sizeof *args);
     if (status != SMOE_OK) return status;
-    moe_take_struct(args, known, given);
-    call->weights_f8 = args->weights_f8;
+    moe_take_struct(args, sizeof *args, given);
     context->backend->lay_out(context, &call->problem, &call->layout, NULL);
     return SMOE_OK;
 }
@@ -155,13 +145,13 @@ static smoe_status run_forward(smoe_context *context, const char *function, cons
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
     moe_call call = {.stream = stream};
-    smoe_forward_args_f8 with_f8;
-    const smoe_forward_args *args = &with_f8.args;
-    smoe_status status = take_forward(context, function, layer, given, &call, &with_f8);
+    smoe_forward_args taken_args;
+    const smoe_forward_args *args = &taken_args;
+    smoe_status status = take_forward(context, function, layer, given, &call, &taken_args);
     const smoe_layer *taken = &call.problem.layer;
     if (status == SMOE_OK && taken->ranks && stages == MOE_EXPERTS) needs = MOE_NEEDS_WEIGHTS;
     if (status == SMOE_OK)
-        status = moe_check_forward_pointers(context, &call.problem, &with_f8, call.layout.bytes, needs);
+        status = moe_check_forward_pointers(context, &call.problem, args, call.layout.bytes, needs);
     if (status == SMOE_OK && needs & MOE_NEEDS_ROUTER) status = check_forward_fields(context, taken, args);
     if (status != SMOE_OK) return status;
     find_plan(&call, args);
@@ -222,12 +212,11 @@ smoe_status smoe_view_plan(smoe_context *context, const smoe_layer *layer, const
     if (!context) return SMOE_ERROR_ARGUMENT;
     const char *function = "smoe_view_plan";
     moe_call call;
-    smoe_forward_args_f8 taken;
+    smoe_forward_args taken;
     smoe_status status = take_forward(context, function, layer, args, &call, &taken);
-    if (status == SMOE_OK)
-        status = moe_check_plan_pointer(context, &call.problem, &taken.args, call.layout.bytes);
+    if (status == SMOE_OK) status = moe_check_plan_pointer(context, &call.problem, &taken, call.layout.bytes);
     if (status != SMOE_OK) return status;
-    find_plan(&call, &taken.args);
+    find_plan(&call, &taken);
     const moe_plan_arrays *p = &call.plan;
     const smoe_plan_view known = {
         .topk_ids = p->topk_ids,
@@ -291,17 +280,15 @@ static smoe_status run_backward(smoe_context *context, const char *function, con
     const moe_problem *problem = &call.problem;
     smoe_status status = moe_take_layer(context, function, layer, &call.problem);
     if (status != SMOE_OK) return status;
-    smoe_backward_args_f8 with_f8 = {.args = SMOE_BACKWARD_ARGS_INIT};
-    const smoe_backward_args *args = &with_f8.args;
-    const size_t known = problem->compute == SMOE_COMPUTE_STORAGE ? sizeof with_f8.args : sizeof with_f8;
-    status = moe_check_struct(context, function, "args", "SMOE_BACKWARD_ARGS_INIT", given, known);
+    smoe_backward_args taken = SMOE_BACKWARD_ARGS_INIT;
+    const smoe_backward_args *args = &taken;
+    status = moe_check_struct(context, function, "args", "SMOE_BACKWARD_ARGS_INIT", given, sizeof taken);
     if (status != SMOE_OK) return status;
-    moe_take_struct(&with_f8, known, given);
-    call.weights_f8 = with_f8.weights_f8;
+    moe_take_struct(&taken, sizeof taken, given);
     with_router = (with_router || problem->layer.ranks) && problem->layer.entry == SMOE_ENTRY_FROM_LOGITS &&
                   moe_wants_router(args);
     context->backend->lay_out(context, problem, NULL, &call.layout);
-    status = moe_check_backward_pointers(context, problem, &with_f8, call.layout.bytes, with_router);
+    status = moe_check_backward_pointers(context, problem, args, call.layout.bytes, with_router);
     if (status == SMOE_OK) status = check_backward_fields(context, &problem->layer, args, with_router);
     if (status == SMOE_OK) status = check_stages(context, &problem->layer, stages);
     if (status == SMOE_OK) status = context->backend->begin(context);

@@ -15,9 +15,8 @@ typedef struct moe_layout {
 typedef struct moe_call {
     moe_problem problem;
     moe_layout layout;
-    moe_plan_arrays plan;   /* in saved, for inference in scratch */
-    void *scratch;          /* a forward's begins past the plan */
-    const void *weights_f8; /* if problem.compute is not STORAGE */
+    moe_plan_arrays plan; /* in saved, for inference in scratch */
+    void *scratch;        /* a forward's begins past the plan */
     void *stream;
 } moe_call;
 

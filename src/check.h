@@ -22,17 +22,17 @@ void moe_give_struct(void *to, const void *from, size_t size);
 const char *moe_type_name(smoe_type type);
 const char *moe_entry_name(smoe_entry entry);
 
-/* Fills *problem if the layer passes. */
 /* Takes the caller's layer with defaults for what its struct_size does not cover, checks it, and asks the
  * backend whether it runs such layers. */
 smoe_status moe_take_layer(smoe_context *context, const char *function, const smoe_layer *layer,
                            moe_problem *problem);
 
+/* Fills *problem if the layer passes. */
 smoe_status moe_check_layer(smoe_context *context, const char *function, const smoe_layer *layer,
                             moe_problem *problem);
 
-/* Sets problem->compute, of a problem that is filled otherwise. f8.c. */
-smoe_status moe_check_compute(smoe_context *context, smoe_compute compute, moe_problem *problem);
+/* A layer's `compute`, after everything else. f8.c. */
+smoe_status moe_check_compute(smoe_context *context, const smoe_layer *layer);
 
 /* Checks the values of offsets (E+1), which must be in host memory. */
 smoe_status moe_check_offsets(smoe_context *context, const smoe_layer *layer, const void *offsets);

@@ -13,17 +13,15 @@ static const char *compute_name(smoe_compute compute)
     return NULL;
 }
 
-smoe_status moe_check_compute(smoe_context *context, smoe_compute compute, moe_problem *problem)
+smoe_status moe_check_compute(smoe_context *context, const smoe_layer *l)
 {
-    const smoe_layer *l = &problem->layer;
-    const char *function = context->function, *name = compute_name(compute);
+    const char *function = context->function, *name = compute_name(l->compute);
     if (!name)
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
                         "%s: compute is %d, it must be one of SMOE_COMPUTE_STORAGE, SMOE_COMPUTE_F8, "
                         "SMOE_COMPUTE_F8_DGRAD",
-                        function, (int)compute);
-    problem->compute = compute;
-    if (compute == SMOE_COMPUTE_STORAGE) return SMOE_OK;
+                        function, (int)l->compute);
+    if (l->compute == SMOE_COMPUTE_STORAGE) return SMOE_OK;
     if (l->hidden % MOE_F8_MULTIPLE || l->intermediate % MOE_F8_MULTIPLE)
         return moe_fail(context, SMOE_ERROR_SHAPE, "%s: %s is %lld, with %s it must be a multiple of %d",
                         function, l->hidden % MOE_F8_MULTIPLE ? "hidden" : "intermediate",
@@ -52,7 +50,7 @@ static smoe_status check_quantize_fields(smoe_context *context, const moe_proble
 {
     const smoe_layer *l = &problem->layer;
     const char *function = context->function;
-    if (problem->compute == SMOE_COMPUTE_STORAGE)
+    if (l->compute == SMOE_COMPUTE_STORAGE)
         return moe_fail(context, SMOE_ERROR_ARGUMENT,
                         "%s: compute is SMOE_COMPUTE_STORAGE, which has no quantised weights", function);
     if (a->weight_type != l->dtype && a->weight_type != SMOE_TYPE_F32)
@@ -74,8 +72,8 @@ static smoe_status check_quantize_fields(smoe_context *context, const moe_proble
     return SMOE_OK;
 }
 
-smoe_status moe_quantize_weights(smoe_context *context, const smoe_layer *layer,
-                                 const smoe_quantize_args *given, void *stream)
+smoe_status smoe_quantize_weights(smoe_context *context, const smoe_layer *layer,
+                                  const smoe_quantize_args *given, void *stream)
 {
     if (!context) return SMOE_ERROR_ARGUMENT;
     const char *function = "smoe_quantize_weights";

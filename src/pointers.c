@@ -72,15 +72,15 @@ static smoe_status check_memories(smoe_context *context, const memory *all, int 
 /* 0 without fp8 */
 static int64_t weights_f8_bytes(const moe_problem *problem)
 {
-    return problem->compute == SMOE_COMPUTE_STORAGE ? 0 : (int64_t)moe_f8_weights_at(problem, NULL).bytes;
+    return problem->layer.compute == SMOE_COMPUTE_STORAGE ? 0
+                                                          : (int64_t)moe_f8_weights_at(problem, NULL).bytes;
 }
 
 #define COUNT(array) ((int)(sizeof(array) / sizeof((array)[0])))
 smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem *problem,
-                                       const smoe_forward_args_f8 *with_f8, uint64_t scratch_bytes, int needs)
+                                       const smoe_forward_args *a, uint64_t scratch_bytes, int needs)
 {
     const smoe_layer *l = &problem->layer;
-    const smoe_forward_args *a = &with_f8->args;
     const int logits = l->entry == SMOE_ENTRY_FROM_LOGITS, topk = l->entry == SMOE_ENTRY_FROM_TOPK,
               rows = l->entry == SMOE_ENTRY_FROM_ROWS;
     const int router = logits && needs & MOE_NEEDS_ROUTER, routing = needs & MOE_NEEDS_ROUTING ? NEEDED : 0,
@@ -104,7 +104,7 @@ smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem 
         {"w1", a->w1, weights, f8 ? 0 : here * problem->h_width * l->hidden * element, 0},
         {"b1", a->b1, 0, here * problem->h_width * element, 0},
         {"w2", a->w2, weights, f8 ? 0 : here * l->hidden * l->intermediate * element, 0},
-        {"weights_f8", with_f8->weights_f8, NEEDED | BUFFER, weights ? f8 : 0, with_f8->weights_f8_size},
+        {"weights_f8", a->weights_f8, NEEDED | BUFFER, weights ? f8 : 0, a->weights_f8_size},
         {"b2", a->b2, 0, here * l->hidden * element, 0},
         {"lora_a1", a->lora_a1, weights, e * l->lora_rank1 * l->hidden * element, 0},
         {"lora_b1", a->lora_b1, weights, e * l->lora_rank1 * problem->h_width * element, 0},
@@ -119,15 +119,14 @@ smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem 
 }
 
 smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem *problem,
-                                        const smoe_backward_args_f8 *with_f8, uint64_t scratch_bytes,
-                                        int router)
+                                        const smoe_backward_args *a, uint64_t scratch_bytes, int router)
 {
     const smoe_layer *l = &problem->layer;
-    const smoe_backward_args *a = &with_f8->args;
     const int logits = l->entry == SMOE_ENTRY_FROM_LOGITS, topk = l->entry == SMOE_ENTRY_FROM_TOPK;
     const int da = moe_wants_ds(l, a, router) || moe_wants_dh(a) || a->dw2;
     const int64_t f8 = weights_f8_bytes(problem);
-    const int again = problem->recomputes && da, dw2_reads_x = problem->compute == SMOE_COMPUTE_F8 && a->dw2;
+    const int again = problem->recomputes && da,
+              dw2_reads_x = problem->layer.compute == SMOE_COMPUTE_F8 && a->dw2;
     const int x = a->dw1 || dw2_reads_x || a->dlora_a1 || (router && a->drouter_weight) || again,
               router_gradient = router ? WRITTEN : 0;
     const int64_t element = problem->element, gradient = moe_type_bytes(l->gradient_type), e = l->experts;
@@ -145,7 +144,7 @@ smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem
         {"topk_ids", a->topk_ids, a->dtopk_weights ? NEEDED : 0, tk * moe_type_bytes(l->index_type), 0},
         {"w1", a->w1, a->dx || again ? NEEDED : 0, f8 ? 0 : hd * width * element, 0},
         {"w2", a->w2, da ? NEEDED : 0, f8 ? 0 : hd * l->intermediate * element, 0},
-        {"weights_f8", with_f8->weights_f8, NEEDED | BUFFER, da || a->dx ? f8 : 0, with_f8->weights_f8_size},
+        {"weights_f8", a->weights_f8, NEEDED | BUFFER, da || a->dx ? f8 : 0, a->weights_f8_size},
         {"b2", a->b2, 0, hd * element, 0},
         {"dout", a->dout, da || a->db2 ? NEEDED : 0, td, 0},
         {"dx", a->dx, WRITTEN, td, 0},

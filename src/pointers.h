@@ -16,12 +16,11 @@ enum {
 };
 
 smoe_status moe_check_forward_pointers(smoe_context *context, const moe_problem *problem,
-                                       const smoe_forward_args_f8 *args, uint64_t scratch_bytes, int needs);
+                                       const smoe_forward_args *args, uint64_t scratch_bytes, int needs);
 
 /* `router`: a gradient of the router is wanted. */
 smoe_status moe_check_backward_pointers(smoe_context *context, const moe_problem *problem,
-                                        const smoe_backward_args_f8 *args, uint64_t scratch_bytes,
-                                        int router);
+                                        const smoe_backward_args *args, uint64_t scratch_bytes, int router);
 
 smoe_status moe_check_quantize_pointers(smoe_context *context, const moe_problem *problem,
                                         const smoe_quantize_args *args);

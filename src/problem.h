@@ -3,7 +3,7 @@
 #ifndef MOE_PROBLEM_H
 #define MOE_PROBLEM_H
 
-#include "smoe_f8.h"
+#include <smoe.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -40,8 +40,7 @@ typedef struct moe_plan_arrays {
 } moe_plan_arrays;
 
 typedef struct moe_problem {
-    smoe_layer layer; /* with defaults for what the caller's struct_size did not cover */
-    smoe_compute compute;
+    smoe_layer layer;            /* with defaults for what the caller's struct_size did not cover */
     int gated;                   /* the activation has a gate */
     int64_t h_width;             /* columns of H and rows of W1[e]: 2n gated, n otherwise */
     int64_t element;             /* bytes of dtype */

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Which folders may include which, and how long a file may be: includes.sh SOURCE_FOLDER. Only the model commands include the trainer. Of the library, tool,
-# harness and trainer include only the public header, the lists of activations and scores, what smoe.h gets for fp8, and the options for tests; the oracle includes only the header. bench/ includes only the public headers, base/ and two headers of tests/cuda. In the
+# harness and trainer include only the public header, the lists of activations and scores, and the options for tests; the oracle includes only the header. bench/ includes only the public headers, base/ and two headers of tests/cuda. In the
 # trainer, run/ stands on model/ and data/, both on files/.
 set -eu
 cd "$1"
@@ -17,7 +17,7 @@ forbidden() {
 }
 
 forbidden 'train/' 'none' cli/*.c cli/support/*.[ch] cli/bench/*.[ch] cli/verify/*.[ch] harness/*.[ch] oracle/*.[ch] base/*.[ch]
-forbidden 'src/|cuda/|cpu/' 'src/(activations|scores|smoe_f8).h|src/cuda/host/test_options.h' cli/*.c cli/*/*.[ch] harness/*.[ch] train/*.[ch] train/*/*.[ch] base/*.[ch]
+forbidden 'src/|cuda/|cpu/' 'src/(activations|scores).h|src/cuda/host/test_options.h' cli/*.c cli/*/*.[ch] harness/*.[ch] train/*.[ch] train/*/*.[ch] base/*.[ch]
 forbidden 'cli/' 'none' harness/*.[ch] train/*.[ch] train/*/*.[ch] oracle/*.[ch] base/*.[ch] src/*.[ch]
 forbidden 'src/|cli/|harness/|train/' 'none' oracle/*.[ch]
 forbidden 'src/|cuda/|cpu/|train/|tests/|host/' 'tests/cuda/gpu.h|tests/cuda/route_cases.h' bench/*.[ch]

@@ -56,7 +56,7 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_context_options, check_offsets, 56, 4),
         FIELD(smoe_context_options, sms, 60, 4),
         FIELD(smoe_context_options, kernels, 64, 4),
-        SIZE(smoe_layer, 176),
+        SIZE(smoe_layer, 184),
         FIELD(smoe_layer, struct_size, 0, 8),
         FIELD(smoe_layer, tokens, 8, 8),
         FIELD(smoe_layer, hidden, 16, 8),
@@ -92,7 +92,8 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_layer, row_capacity, 160, 8),
         FIELD(smoe_layer, lora_rank1, 168, 4),
         FIELD(smoe_layer, lora_rank2, 172, 4),
-        SIZE(smoe_sizes, 96),
+        FIELD(smoe_layer, compute, 176, 4),
+        SIZE(smoe_sizes, 104),
         FIELD(smoe_sizes, struct_size, 0, 8),
         FIELD(smoe_sizes, rows, 8, 8),
         FIELD(smoe_sizes, padded_rows, 16, 8),
@@ -105,7 +106,8 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_sizes, saved_constant_bytes, 72, 8),
         FIELD(smoe_sizes, saved_token_bytes, 80, 8),
         FIELD(smoe_sizes, backward_reads_logits, 88, 4),
-        SIZE(smoe_forward_args, 216),
+        FIELD(smoe_sizes, weights_f8_bytes, 96, 8),
+        SIZE(smoe_forward_args, 232),
         FIELD(smoe_forward_args, struct_size, 0, 8),
         FIELD(smoe_forward_args, x, 8, 8),
         FIELD(smoe_forward_args, router_weight, 16, 8),
@@ -133,6 +135,8 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_forward_args, lora_b1, 192, 8),
         FIELD(smoe_forward_args, lora_a2, 200, 8),
         FIELD(smoe_forward_args, lora_b2, 208, 8),
+        FIELD(smoe_forward_args, weights_f8, 216, 8),
+        FIELD(smoe_forward_args, weights_f8_size, 224, 8),
         SIZE(smoe_plan_view, 104),
         FIELD(smoe_plan_view, struct_size, 0, 8),
         FIELD(smoe_plan_view, topk_ids, 8, 8),
@@ -147,7 +151,7 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_plan_view, token_offsets, 80, 8),
         FIELD(smoe_plan_view, token_rows, 88, 8),
         FIELD(smoe_plan_view, h, 96, 8),
-        SIZE(smoe_backward_args, 280),
+        SIZE(smoe_backward_args, 296),
         FIELD(smoe_backward_args, struct_size, 0, 8),
         FIELD(smoe_backward_args, x, 8, 8),
         FIELD(smoe_backward_args, router_weight, 16, 8),
@@ -184,6 +188,17 @@ static void structs_keep_their_layout(void **state)
         FIELD(smoe_backward_args, dlora_b1, 256, 8),
         FIELD(smoe_backward_args, dlora_a2, 264, 8),
         FIELD(smoe_backward_args, dlora_b2, 272, 8),
+        FIELD(smoe_backward_args, weights_f8, 280, 8),
+        FIELD(smoe_backward_args, weights_f8_size, 288, 8),
+        SIZE(smoe_quantize_args, 64),
+        FIELD(smoe_quantize_args, struct_size, 0, 8),
+        FIELD(smoe_quantize_args, w1, 8, 8),
+        FIELD(smoe_quantize_args, w2, 16, 8),
+        FIELD(smoe_quantize_args, weight_type, 24, 4),
+        FIELD(smoe_quantize_args, first_expert, 32, 8),
+        FIELD(smoe_quantize_args, experts, 40, 8),
+        FIELD(smoe_quantize_args, weights_f8, 48, 8),
+        FIELD(smoe_quantize_args, weights_f8_size, 56, 8),
         SIZE(smoe_ep_options, 24),
         FIELD(smoe_ep_options, struct_size, 0, 8),
         FIELD(smoe_ep_options, rank, 8, 4),
@@ -264,6 +279,10 @@ static void enumerators_keep_their_values(void **state)
         VALUE(SMOE_ROUNDING_BALANCE_F, 4),
         VALUE(SMOE_ROUNDING_UP, 5),
         VALUE(SMOE_ROUNDING_DOWN, 6),
+        SIZE(smoe_compute, 4),
+        VALUE(SMOE_COMPUTE_STORAGE, 0),
+        VALUE(SMOE_COMPUTE_F8, 10),
+        VALUE(SMOE_COMPUTE_F8_DGRAD, 11),
     };
     check_all(rows, COUNT(rows));
 }
@@ -273,8 +292,11 @@ static void defaults_stay(void **state)
 {
     (void)state;
     smoe_layer layer = SMOE_LAYER_INIT;
+    const smoe_quantize_args quantize = SMOE_QUANTIZE_ARGS_INIT;
     const pinned rows[] = {
-        VALUE(layer.struct_size, 176),
+        VALUE(quantize.struct_size, 64),
+        VALUE(quantize.weight_type, 1),
+        VALUE(layer.struct_size, 184),
         VALUE(layer.topk, 1),
         VALUE(layer.dtype, 1),
         VALUE(layer.index_type, 10),
@@ -305,13 +327,14 @@ static void defaults_stay(void **state)
         *struct_sizes[i] = 0;
     }
     static const char zeros[512];
-    assert_memory_equal(&layer, zeros, sizeof layer);
+    assert_memory_equal(&layer, zeros, offsetof(smoe_layer, compute) + sizeof layer.compute);
     assert_memory_equal(&options, zeros, offsetof(smoe_context_options, on_stage) - sizeof(int32_t));
     assert_memory_equal(&options.on_stage, zeros,
                         offsetof(smoe_context_options, check_offsets) -
                             offsetof(smoe_context_options, on_stage));
     assert_int_equal(options.check_offsets, 0);
     assert_memory_equal(&sizes, zeros, offsetof(smoe_sizes, backward_reads_logits) + sizeof(int32_t));
+    assert_int_equal(sizes.weights_f8_bytes, 0);
     assert_memory_equal(&forward, zeros, sizeof forward);
     assert_memory_equal(&backward, zeros, sizeof backward);
     assert_memory_equal(&view, zeros, sizeof view);

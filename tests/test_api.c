@@ -223,13 +223,13 @@ static void longer_structs_must_end_in_zeros(void **state)
                  SMOE_ERROR_ARGUMENT, "smoe_layer_forward", "x is NULL");
     layer.later[39] = -1;
     assert_error(context, smoe_supports(context, &layer.known), SMOE_ERROR_ARGUMENT,
-                 "layer->struct_size is 216", "byte 215 is not zero");
+                 "layer->struct_size is 224", "byte 223 is not zero");
     layer.later[39] = 0;
     forward.later[0] = 1, backward.later[7] = 1;
     assert_error(context, smoe_layer_forward(context, &layer.known, &forward.known, NULL),
-                 SMOE_ERROR_ARGUMENT, "args->struct_size is 224", "byte 216 is not zero");
+                 SMOE_ERROR_ARGUMENT, "args->struct_size is 240", "byte 232 is not zero");
     assert_error(context, smoe_layer_backward(context, &layer.known, &backward.known, NULL),
-                 SMOE_ERROR_ARGUMENT, "args->struct_size is 288", "byte 287 is not zero");
+                 SMOE_ERROR_ARGUMENT, "args->struct_size is 304", "byte 303 is not zero");
     smoe_destroy(context);
 }
 

@@ -76,13 +76,12 @@ static void judge(void *user, tensor_id id, const verdict *v)
 static int check_case(const f8_case *c, smoe_type dtype, smoe_compute compute, bool exact)
 {
     smoe_context *context = open_cpu();
-    const smoe_layer layer = complete(c, dtype);
-    const check_options options = {.run = {.compute = compute,
-                                           .quantize = moe_quantize_weights,
-                                           .forward_only = c->forward_only,
-                                           .backwards = layer.accumulate ? 2 : 1},
-                                   .exact = exact,
-                                   .seed = 1};
+    smoe_layer layer = complete(c, dtype);
+    layer.compute = compute;
+    const check_options options = {
+        .run = {.forward_only = c->forward_only, .backwards = layer.accumulate ? 2 : 1},
+        .exact = exact,
+        .seed = 1};
     char text[RUN_TEXT] = "";
     judging j = {c->name, 0};
     if (check_layer(device_find("cpu"), context, &layer, &c->draw, &options, judge, &j, text) != RUN_OK)
@@ -125,13 +124,10 @@ static void integers_are_exact(void **state)
 
 /* ---- Equal bits ---- */
 
-static tensors run_case(smoe_context *context, const smoe_layer *layer, smoe_compute compute,
-                        const oracle_drawn *drawn, bool stages)
+static tensors run_case(smoe_context *context, const smoe_layer *layer, const oracle_drawn *drawn,
+                        bool stages)
 {
-    const run_options options = {.compute = compute,
-                                 .quantize = moe_quantize_weights,
-                                 .forward_only = layer->inference,
-                                 .stages = stages};
+    const run_options options = {.forward_only = layer->inference, .stages = stages};
     tensors got;
     char text[RUN_TEXT];
     if (run_library(device_find("cpu"), context, layer, drawn, &options, &got, text) != RUN_OK)
@@ -150,12 +146,13 @@ static void equivalent_calls_give_equal_bits(void **state)
 {
     (void)state;
     const f8_case c = {"", {SIZES(300, 144, 272, 3, 2), TOPK}, {BIASES}, false};
-    const smoe_layer layer = complete(&c, SMOE_TYPE_BF16);
+    smoe_layer layer = complete(&c, SMOE_TYPE_BF16);
     oracle_drawn drawn;
     oracle_draw_inputs(&layer, &c.draw, 4, &drawn);
     for (int compute = SMOE_COMPUTE_F8; compute <= SMOE_COMPUTE_F8_DGRAD; compute++) {
         smoe_context *context = open_cpu();
-        tensors base = run_case(context, &layer, (smoe_compute)compute, &drawn, false);
+        layer.compute = (smoe_compute)compute;
+        tensors base = run_case(context, &layer, &drawn, false);
         for (int way = 0; way < 6; way++) {
             smoe_layer other = layer;
             smoe_context *used = context;
@@ -165,7 +162,7 @@ static void equivalent_calls_give_equal_bits(void **state)
             if (way == 2) other.chunks = 2;
             if (way == 3) other.reuse_saved = 1;
             if (way == 4) other.inference = 1;
-            tensors got = run_case(used, &other, (smoe_compute)compute, &drawn, way == 5);
+            tensors got = run_case(used, &other, &drawn, way == 5);
             const char *const names[] = {"1 thread", "7 threads", "chunks", "reuse", "inference", "stages"};
             if (way == 3) free(got.at[TENSOR_H].bits), got.at[TENSOR_H].bits = NULL;
             assert_equal_bits(&got, &base, names[way]);
@@ -186,7 +183,7 @@ static void a_group_has_its_own_exponent(void **state)
 {
     (void)state;
     const f8_case c = {"", {SIZES(120, 64, 288, 2, 1), TOPK}, {0}, false};
-    const smoe_layer layer = complete(&c, SMOE_TYPE_F32);
+    smoe_layer layer = complete(&c, SMOE_TYPE_F32);
     const int64_t n = layer.intermediate, d = layer.hidden;
     oracle_drawn drawn;
     oracle_draw_inputs(&layer, &c.draw, 9, &drawn);
@@ -198,7 +195,8 @@ static void a_group_has_its_own_exponent(void **state)
     oracle_forward_run(&layer, &drawn.input, &f);
     oracle_backward_run(&layer, &drawn.input, &f, false, &b);
     smoe_context *context = open_cpu();
-    tensors got = run_case(context, &layer, SMOE_COMPUTE_F8, &drawn, false);
+    layer.compute = SMOE_COMPUTE_F8;
+    tensors got = run_case(context, &layer, &drawn, false);
     double difference = 0.0, norm = 0.0;
     for (int64_t i = 0; i < 2 * d * n; i++) {
         if (i % n < MOE_F8_DH_FEATURES) continue;
@@ -220,10 +218,10 @@ enum { TOKENS = 24, HIDDEN = 48, FEATURES = 32, EXPERTS = 4, TWO = 2 };
 
 typedef struct single {
     smoe_context *context;
-    smoe_layer_f8 layer;
-    smoe_sizes_f8 sizes;
-    smoe_forward_args_f8 forward;
-    smoe_backward_args_f8 backward;
+    smoe_layer layer;
+    smoe_sizes sizes;
+    smoe_forward_args forward;
+    smoe_backward_args backward;
     smoe_quantize_args quantize;
     void *memory[24];
     int used;
@@ -247,14 +245,12 @@ static float *take_normal(single *s, oracle_random *random, size_t count, double
 static void open_single(single *s, smoe_compute compute)
 {
     oracle_random random = {11};
-    *s = (single){.context = open_cpu(), .layer = {.layer = SMOE_LAYER_INIT, .compute = compute}};
-    smoe_layer *l = &s->layer.layer;
-    l->struct_size = sizeof s->layer;
+    *s = (single){.context = open_cpu(), .layer = SMOE_LAYER_INIT, .sizes = SMOE_SIZES_INIT};
+    smoe_layer *l = &s->layer;
+    l->compute = compute;
     l->tokens = TOKENS, l->hidden = HIDDEN, l->intermediate = FEATURES, l->experts = EXPERTS, l->topk = TWO;
     l->dtype = SMOE_TYPE_F32, l->entry = SMOE_ENTRY_FROM_TOPK;
-    s->sizes = (smoe_sizes_f8){.sizes = SMOE_SIZES_INIT};
-    s->sizes.sizes.struct_size = sizeof s->sizes;
-    assert_int_equal(smoe_query_sizes(s->context, l, &s->sizes.sizes), SMOE_OK);
+    assert_int_equal(smoe_query_sizes(s->context, l, &s->sizes), SMOE_OK);
     const size_t td = TOKENS * HIDDEN, w1 = EXPERTS * 2 * FEATURES * HIDDEN, w2 = EXPERTS * FEATURES * HIDDEN;
     s->quantize = (smoe_quantize_args)SMOE_QUANTIZE_ARGS_INIT;
     s->quantize.w1 = take_normal(s, &random, w1, 0.15);
@@ -263,25 +259,24 @@ static void open_single(single *s, smoe_compute compute)
     s->quantize.experts = EXPERTS;
     s->quantize.weights_f8_size = s->sizes.weights_f8_bytes;
     s->quantize.weights_f8 = take(s, s->sizes.weights_f8_bytes);
-    s->forward =
-        (smoe_forward_args_f8){SMOE_FORWARD_ARGS_INIT, s->quantize.weights_f8, s->sizes.weights_f8_bytes};
-    s->backward =
-        (smoe_backward_args_f8){SMOE_BACKWARD_ARGS_INIT, s->quantize.weights_f8, s->sizes.weights_f8_bytes};
-    smoe_forward_args *f = &s->forward.args;
-    smoe_backward_args *b = &s->backward.args;
-    f->struct_size = sizeof s->forward, b->struct_size = sizeof s->backward;
+    s->forward = (smoe_forward_args)SMOE_FORWARD_ARGS_INIT;
+    s->backward = (smoe_backward_args)SMOE_BACKWARD_ARGS_INIT;
+    smoe_forward_args *f = &s->forward;
+    smoe_backward_args *b = &s->backward;
+    f->weights_f8 = b->weights_f8 = s->quantize.weights_f8;
+    f->weights_f8_size = b->weights_f8_size = s->sizes.weights_f8_bytes;
     b->x = f->x = take_normal(s, &random, td, 1.0);
     int32_t *ids = take(s, TOKENS * TWO * sizeof *ids);
     for (int i = 0; i < TOKENS * TWO; i++) ids[i] = (i / TWO + i % TWO * (1 + i / TWO % 3)) % EXPERTS;
     b->topk_ids = f->topk_ids = ids;
     f->topk_weights = take_normal(s, &random, TOKENS * TWO, 1.0);
     f->out = take(s, td * sizeof(float));
-    b->saved = f->saved = take(s, s->sizes.sizes.saved_buffer_bytes);
-    b->saved_size = f->saved_size = s->sizes.sizes.saved_buffer_bytes;
-    f->scratch = take(s, s->sizes.sizes.scratch_forward_bytes);
-    f->scratch_size = s->sizes.sizes.scratch_forward_bytes;
-    b->scratch = take(s, s->sizes.sizes.scratch_backward_bytes);
-    b->scratch_size = s->sizes.sizes.scratch_backward_bytes;
+    b->saved = f->saved = take(s, s->sizes.saved_buffer_bytes);
+    b->saved_size = f->saved_size = s->sizes.saved_buffer_bytes;
+    f->scratch = take(s, s->sizes.scratch_forward_bytes);
+    f->scratch_size = s->sizes.scratch_forward_bytes;
+    b->scratch = take(s, s->sizes.scratch_backward_bytes);
+    b->scratch_size = s->sizes.scratch_backward_bytes;
     b->dout = take_normal(s, &random, td, 1.0);
     b->dx = take(s, td * sizeof(float));
     b->dw1 = take(s, w1 * sizeof(float));
@@ -297,17 +292,17 @@ static void close_single(single *s)
 
 static smoe_status quantize(single *s)
 {
-    return moe_quantize_weights(s->context, &s->layer.layer, &s->quantize, NULL);
+    return smoe_quantize_weights(s->context, &s->layer, &s->quantize, NULL);
 }
 
 static smoe_status forward(single *s)
 {
-    return smoe_layer_forward(s->context, &s->layer.layer, &s->forward.args, NULL);
+    return smoe_layer_forward(s->context, &s->layer, &s->forward, NULL);
 }
 
 static smoe_status backward(single *s)
 {
-    return smoe_layer_backward(s->context, &s->layer.layer, &s->backward.args, NULL);
+    return smoe_layer_backward(s->context, &s->layer, &s->backward, NULL);
 }
 
 static void run_single(single *s)
@@ -321,7 +316,7 @@ static void run_single(single *s)
 
 static void refuse_layer(single *s, smoe_status status, const char *text)
 {
-    assert_error(s->context, smoe_supports(s->context, &s->layer.layer), status, "smoe_supports", text);
+    assert_error(s->context, smoe_supports(s->context, &s->layer), status, "smoe_supports", text);
 }
 
 static void layers_are_refused(void **state)
@@ -329,7 +324,7 @@ static void layers_are_refused(void **state)
     (void)state;
     single s;
     open_single(&s, SMOE_COMPUTE_F8);
-    smoe_layer *l = &s.layer.layer;
+    smoe_layer *l = &s.layer;
     l->hidden = 40;
     refuse_layer(&s, SMOE_ERROR_SHAPE, "hidden is 40, with SMOE_COMPUTE_F8 it must be a multiple of 16");
     l->hidden = HIDDEN, l->intermediate = 24;
@@ -339,15 +334,14 @@ static void layers_are_refused(void **state)
                  "lora_rank2 is 8, and compute is SMOE_COMPUTE_F8, which has no LoRA");
     l->lora_rank2 = 0, l->ranks = 2, l->max_tokens = TOKENS;
     refuse_layer(&s, SMOE_ERROR_UNSUPPORTED, "ranks is 2");
-    l->ranks = 0, l->max_tokens = 0, s.layer.compute = (smoe_compute)3;
+    l->ranks = 0, l->max_tokens = 0, l->compute = (smoe_compute)3;
     refuse_layer(&s, SMOE_ERROR_ARGUMENT, "compute is 3");
-    s.layer.compute = SMOE_COMPUTE_STORAGE;
+    l->compute = SMOE_COMPUTE_STORAGE;
     assert_error(s.context, quantize(&s), SMOE_ERROR_ARGUMENT, "smoe_quantize_weights", "compute");
-    const smoe_sizes_f8 before = s.sizes;
-    s.sizes = (smoe_sizes_f8){.sizes = SMOE_SIZES_INIT};
-    assert_int_equal(smoe_query_sizes(s.context, l, &s.sizes.sizes), SMOE_OK);
+    const smoe_sizes before = s.sizes;
+    assert_int_equal(smoe_query_sizes(s.context, l, &s.sizes), SMOE_OK);
     assert_true(before.weights_f8_bytes > 6 * EXPERTS * FEATURES * HIDDEN);
-    assert_int_equal(before.sizes.saved_buffer_bytes, s.sizes.sizes.saved_buffer_bytes);
+    assert_int_equal(before.saved_buffer_bytes, s.sizes.saved_buffer_bytes);
     close_single(&s);
 }
 
@@ -365,7 +359,7 @@ static void calls_are_refused(void **state)
     assert_error(s.context, forward(&s), SMOE_ERROR_BUFFER, "weights_f8 has", "smoe_query_sizes");
     s.backward.weights_f8 = NULL;
     assert_error(s.context, backward(&s), SMOE_ERROR_ARGUMENT, "smoe_layer_backward", "weights_f8 is NULL");
-    s.backward.weights_f8 = s.quantize.weights_f8, s.backward.args.x = NULL, s.backward.args.dw1 = NULL;
+    s.backward.weights_f8 = s.quantize.weights_f8, s.backward.x = NULL, s.backward.dw1 = NULL;
     assert_error(s.context, backward(&s), SMOE_ERROR_ARGUMENT, "smoe_layer_backward", "x is NULL");
     smoe_quantize_args *q = &s.quantize;
     q->first_expert = EXPERTS, q->experts = 1;
@@ -382,6 +376,28 @@ static void calls_are_refused(void **state)
                  "weights_f8 has 1 bytes");
     q->weights_f8_size = bytes, q->w2 = NULL;
     assert_error(s.context, quantize(&s), SMOE_ERROR_ARGUMENT, "smoe_quantize_weights", "w2 is NULL");
+    close_single(&s);
+}
+
+/* Structs that end before the fields of fp8. What is in memory behind them counts for nothing. */
+static void callers_without_fp8_stay_as_they_were(void **state)
+{
+    (void)state;
+    single s;
+    open_single(&s, SMOE_COMPUTE_F8);
+    s.forward.struct_size = offsetof(smoe_forward_args, weights_f8);
+    assert_error(s.context, forward(&s), SMOE_ERROR_ARGUMENT, "smoe_layer_forward", "weights_f8 is NULL");
+    s.backward.struct_size = offsetof(smoe_backward_args, weights_f8);
+    assert_error(s.context, backward(&s), SMOE_ERROR_ARGUMENT, "smoe_layer_backward", "weights_f8 is NULL");
+    s.layer.struct_size = offsetof(smoe_layer, compute);
+    s.sizes.struct_size = offsetof(smoe_sizes, weights_f8_bytes), s.sizes.weights_f8_bytes = 7;
+    assert_int_equal(smoe_query_sizes(s.context, &s.layer, &s.sizes), SMOE_OK);
+    assert_int_equal(s.sizes.weights_f8_bytes, 7);
+    assert_true(s.sizes.scratch_forward_bytes <= s.forward.scratch_size);
+    assert_true(s.sizes.scratch_backward_bytes <= s.backward.scratch_size);
+    s.forward.w1 = s.backward.w1 = s.quantize.w1, s.forward.w2 = s.backward.w2 = s.quantize.w2;
+    assert_int_equal(forward(&s), SMOE_OK);
+    assert_int_equal(backward(&s), SMOE_OK);
     close_single(&s);
 }
 
@@ -405,9 +421,9 @@ static void check_weights(smoe_type type, smoe_layout layout)
         w2[(e * HIDDEN + 4) * FEATURES + FEATURES - 1] = -9.0f;
     }
     uint16_t *narrow1 = take(&s, count1 * 2), *narrow2 = take(&s, count2 * 2);
-    s.layer.layer.layout = layout;
+    s.layer.layout = layout;
     if (type == SMOE_TYPE_BF16) {
-        s.layer.layer.dtype = s.quantize.weight_type = type;
+        s.layer.dtype = s.quantize.weight_type = type;
         for (size_t i = 0; i < count1; i++)
             w1[i] = bf16_of(w1[i]), narrow1[i] = (uint16_t)(moe_bits_of(w1[i]) >> 16);
         for (size_t i = 0; i < count2; i++)
@@ -422,7 +438,7 @@ static void check_weights(smoe_type type, smoe_layout layout)
     s.quantize.w2 = (const char *)s.quantize.w2 + FEATURES * HIDDEN * element;
     assert_int_equal(quantize(&s), SMOE_OK);
     moe_problem problem;
-    moe_problem_init(&problem, &s.layer.layer);
+    moe_problem_init(&problem, &s.layer);
     const moe_f8_weights got = moe_f8_weights_at(&problem, s.quantize.weights_f8);
     uint8_t *want = malloc(got.bytes);
     assert_non_null(want);
@@ -473,7 +489,7 @@ static void a_gradient_alone_has_the_same_bits(void **state)
         single s;
         open_single(&s, (smoe_compute)compute);
         run_single(&s);
-        smoe_backward_args *b = &s.backward.args;
+        smoe_backward_args *b = &s.backward;
         void *all[] = {b->dx, b->dw1, b->dw2, b->dtopk_weights};
         const void *x = b->x;
         for (int i = 0; i < 4; i++) {
@@ -495,7 +511,7 @@ static void a_gradient_alone_has_the_same_bits(void **state)
 
 static int is_of_token(const single *s, int64_t token, int64_t expert)
 {
-    const int32_t *ids = s->forward.args.topk_ids;
+    const int32_t *ids = s->forward.topk_ids;
     return ids[token * TWO] == expert || ids[token * TWO + 1] == expert;
 }
 
@@ -522,13 +538,13 @@ static void check_isolation(smoe_compute compute, float fault, int in_dout)
     open_single(&clean, compute);
     run_single(&clean);
     open_single(&s, compute);
-    float *faulty = (float *)(uintptr_t)(in_dout ? s.backward.args.dout : s.forward.args.x);
+    float *faulty = (float *)(uintptr_t)(in_dout ? s.backward.dout : s.forward.x);
     faulty[TOKEN * HIDDEN + 7] = fault;
     run_single(&s);
     token[TOKEN] = 1;
     for (int64_t e = 0; e < EXPERTS; e++) expert[e] = (unsigned char)is_of_token(&s, TOKEN, e);
-    const smoe_backward_args *got = &s.backward.args, *want = &clean.backward.args;
-    check_rows(s.forward.args.out, clean.forward.args.out, TOKENS, HIDDEN, in_dout ? none : token);
+    const smoe_backward_args *got = &s.backward, *want = &clean.backward;
+    check_rows(s.forward.out, clean.forward.out, TOKENS, HIDDEN, in_dout ? none : token);
     check_rows(got->dx, want->dx, TOKENS, HIDDEN, token);
     check_rows(got->dtopk_weights, want->dtopk_weights, TOKENS, TWO, token);
     check_rows(got->dw1, want->dw1, EXPERTS, 2 * FEATURES * HIDDEN, expert);
@@ -557,6 +573,7 @@ int main(void)
         cmocka_unit_test(a_group_has_its_own_exponent),
         cmocka_unit_test(layers_are_refused),
         cmocka_unit_test(calls_are_refused),
+        cmocka_unit_test(callers_without_fp8_stay_as_they_were),
         cmocka_unit_test(weights_have_the_bytes_of_the_header),
         cmocka_unit_test(a_gradient_alone_has_the_same_bits),
         cmocka_unit_test(a_nan_stays_in_its_token),

@@ -30,7 +30,7 @@ _ENUMS = {
 # Fields that follow from a call's tensors, or that the adapters of this package set
 _OF_CALL = (
     "hidden intermediate experts dtype entry index_type logits_type gradient_type accumulate inference reuse_saved gate_limit "
-    "up_limit gate_alpha up_offset ranks waves max_tokens row_capacity lora_rank1 lora_rank2"
+    "up_limit gate_alpha up_offset ranks waves max_tokens row_capacity lora_rank1 lora_rank2 compute"
 ).split()
 OPTIONS = [name for name in _NAMES if name not in _OF_CALL]
 SCHEMA = ", ".join(f"{'float' if kind == 'float' else 'int'} {name}" for name, kind, _ in _FIELDS)

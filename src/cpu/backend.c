@@ -86,16 +86,15 @@ static smoe_status forward(smoe_context *context, const moe_call *call, const sm
         if (stages & all[i].stage)
             status = all[i].run(context, &call->problem, args, &call->plan, call->scratch, call->stream);
     if (status == SMOE_OK && stages & MOE_EXPERTS)
-        status = moe_cpu_experts_forward(context, &call->problem, args, call->weights_f8, &call->plan,
-                                         call->scratch, call->stream);
+        status =
+            moe_cpu_experts_forward(context, &call->problem, args, &call->plan, call->scratch, call->stream);
     return status;
 }
 
 static smoe_status backward(smoe_context *context, const moe_call *call, const smoe_backward_args *args,
                             int with_router)
 {
-    return moe_cpu_backward(context, &call->problem, args, call->weights_f8, &call->plan, with_router,
-                            call->stream);
+    return moe_cpu_backward(context, &call->problem, args, &call->plan, with_router, call->stream);
 }
 
 const moe_backend_table moe_cpu_backend = {

@@ -49,14 +49,14 @@ void moe_cpu_router_backward(smoe_context *context, const moe_problem *problem,
 
 uint64_t moe_cpu_experts_forward_scratch(const smoe_context *context, const moe_problem *problem);
 smoe_status moe_cpu_experts_forward(smoe_context *context, const moe_problem *problem,
-                                    const smoe_forward_args *args, const void *weights_f8,
-                                    const moe_plan_arrays *plan, void *scratch, void *stream);
+                                    const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
+                                    void *stream);
 
 /* With the router: dlogits (T, E) f32 and moe_cpu_router_backward_scratch included. */
 uint64_t moe_cpu_backward_scratch(const smoe_context *context, const moe_problem *problem);
 smoe_status moe_cpu_backward(smoe_context *context, const moe_problem *problem,
-                             const smoe_backward_args *args, const void *weights_f8,
-                             const moe_plan_arrays *plan, int with_router, void *stream);
+                             const smoe_backward_args *args, const moe_plan_arrays *plan, int with_router,
+                             void *stream);
 
 /* ---- f8_weights.c ---- */
 

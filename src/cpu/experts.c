@@ -52,7 +52,7 @@ static int64_t panel_rows(const moe_problem *p)
  * columns, or of Wr by 64 columns. */
 static int64_t weight_floats(const moe_problem *p)
 {
-    if (p->layer.dtype == SMOE_TYPE_F32 && p->compute == SMOE_COMPUTE_STORAGE) return 0;
+    if (p->layer.dtype == SMOE_TYPE_F32 && p->layer.compute == SMOE_COMPUTE_STORAGE) return 0;
     const int64_t by_features = moe_min(MOE_PANEL_FEATURES, p->h_width) * p->layer.hidden;
     const int64_t by_columns = MOE_PANEL_COLUMNS * moe_max(p->h_width, p->layer.experts);
     return moe_max(by_features, by_columns);

@@ -79,13 +79,13 @@ moe_cpu_pass moe_cpu_backward_pass(const smoe_context *context, const moe_proble
 
 static inline int moe_cpu_is_f8(const moe_cpu_pass *pass)
 {
-    return pass->problem->compute != SMOE_COMPUTE_STORAGE;
+    return pass->problem->layer.compute != SMOE_COMPUTE_STORAGE;
 }
 
 /* Are dw2 and dw1 computed in fp8 too? */
 static inline int moe_cpu_dw_is_f8(const moe_cpu_pass *pass)
 {
-    return pass->problem->compute == SMOE_COMPUTE_F8;
+    return pass->problem->layer.compute == SMOE_COMPUTE_F8;
 }
 
 /* The calling thread's panels, inside a parallel region of context->threads. */

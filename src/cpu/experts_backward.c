@@ -87,11 +87,11 @@ static void start_f8(moe_cpu_pass *pass, const smoe_backward_args *args)
 }
 
 smoe_status moe_cpu_backward(smoe_context *context, const moe_problem *problem,
-                             const smoe_backward_args *args, const void *weights_f8,
-                             const moe_plan_arrays *plan, int with_router, void *stream)
+                             const smoe_backward_args *args, const moe_plan_arrays *plan, int with_router,
+                             void *stream)
 {
     moe_cpu_pass pass = moe_cpu_backward_pass(context, problem, plan, args->scratch, stream);
-    pass.f8.weights = moe_f8_weights_at(problem, weights_f8);
+    pass.f8.weights = moe_f8_weights_at(problem, args->weights_f8);
     moe_blas_enter();
     const smoe_layer *layer = &problem->layer;
     const int dw_is_f8 = moe_cpu_dw_is_f8(&pass);

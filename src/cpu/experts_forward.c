@@ -13,11 +13,11 @@ uint64_t moe_cpu_experts_forward_scratch(const smoe_context *context, const moe_
 }
 
 smoe_status moe_cpu_experts_forward(smoe_context *context, const moe_problem *problem,
-                                    const smoe_forward_args *args, const void *weights_f8,
-                                    const moe_plan_arrays *plan, void *scratch, void *stream)
+                                    const smoe_forward_args *args, const moe_plan_arrays *plan, void *scratch,
+                                    void *stream)
 {
     moe_cpu_pass pass = moe_cpu_forward_pass(context, problem, plan, scratch, stream);
-    pass.f8.weights = moe_f8_weights_at(problem, weights_f8);
+    pass.f8.weights = moe_f8_weights_at(problem, args->weights_f8);
     moe_blas_enter();
     if (moe_cpu_is_f8(&pass)) moe_cpu_f8_quantize_tokens(&pass, args->x, pass.f8.x, pass.f8.scale_x);
     moe_cpu_up(&pass, args, 0);

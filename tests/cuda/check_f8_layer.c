@@ -71,9 +71,8 @@ static void judge(void *user, tensor_id id, const verdict *v)
 
 static void refused(smoe_context *context, smoe_layer layer, const char *text)
 {
-    smoe_layer_f8 l = {layer, SMOE_COMPUTE_F8};
-    l.layer.struct_size = sizeof l;
-    if (smoe_supports(context, &l.layer) == SMOE_ERROR_UNSUPPORTED && strstr(smoe_last_error(context), text))
+    layer.compute = SMOE_COMPUTE_F8;
+    if (smoe_supports(context, &layer) == SMOE_ERROR_UNSUPPORTED && strstr(smoe_last_error(context), text))
         return;
     printf("'%s' is not said: %s\n", text, smoe_last_error(context));
     failures++;
@@ -83,14 +82,12 @@ static void refused(smoe_context *context, smoe_layer layer, const char *text)
 static int check_case(smoe_context *context, const f8_case *c, smoe_compute compute, int inference)
 {
     smoe_layer layer = complete(&c->layer);
-    layer.inference = inference;
+    layer.compute = compute, layer.inference = inference;
     if (layer.inference) layer.reuse_saved = layer.accumulate = 0;
-    const check_options options = {.run = {.compute = compute,
-                                           .quantize = moe_quantize_weights,
-                                           .forward_only = layer.inference,
-                                           .backwards = layer.accumulate ? 2 : 1},
-                                   .exact = c->draw.integers != 0,
-                                   .seed = 1};
+    const check_options options = {
+        .run = {.forward_only = layer.inference, .backwards = layer.accumulate ? 2 : 1},
+        .exact = c->draw.integers != 0,
+        .seed = 1};
     char text[RUN_TEXT] = "";
     printf("%s, %s\n", c->name, inference ? "inference" : compute == SMOE_COMPUTE_F8 ? "F8" : "F8_DGRAD");
     const run_outcome outcome = check_layer(device_find("cuda"), context, &layer, &c->draw, &options, judge,
@@ -102,14 +99,15 @@ static int check_case(smoe_context *context, const f8_case *c, smoe_compute comp
     return 0;
 }
 
-static tensors run_drawn(smoe_context *context, const smoe_layer *layer, const oracle_drawn *drawn,
+static tensors run_drawn(smoe_context *context, const smoe_layer *given, const oracle_drawn *drawn,
                          smoe_compute compute, bool graph)
 {
-    const run_options options = {
-        .compute = compute, .quantize = moe_quantize_weights, .backwards = 1, .graph = graph};
+    const run_options options = {.backwards = 1, .graph = graph};
+    smoe_layer layer = *given;
+    layer.compute = compute;
     tensors got;
     char text[RUN_TEXT] = "";
-    if (run_library(device_find("cuda"), context, layer, drawn, &options, &got, text) == RUN_OK) return got;
+    if (run_library(device_find("cuda"), context, &layer, drawn, &options, &got, text) == RUN_OK) return got;
     printf("%s\n", text);
     exit(1);
 }
@@ -194,13 +192,11 @@ static void check_scales(smoe_context *context)
 
 static bool quantize(const run *r)
 {
-    smoe_layer_f8 layer = {r->layer, r->compute};
     smoe_quantize_args args = SMOE_QUANTIZE_ARGS_INIT;
-    layer.layer.struct_size = sizeof layer;
     args.w1 = slot_data(r, SLOT_W1), args.w2 = slot_data(r, SLOT_W2);
-    args.experts = layer.layer.experts;
-    args.weights_f8 = slot_data(r, SLOT_WEIGHTS_F8), args.weights_f8_size = r->weights_f8_bytes;
-    return moe_quantize_weights(r->context, &layer.layer, &args, NULL) == SMOE_OK;
+    args.experts = r->layer.experts;
+    args.weights_f8 = slot_data(r, SLOT_WEIGHTS_F8), args.weights_f8_size = r->sizes.weights_f8_bytes;
+    return smoe_quantize_weights(r->context, &r->layer, &args, NULL) == SMOE_OK;
 }
 
 /* Each gradient alone has the bits that it has among all, and only dw1 and dw2 need X. */
@@ -209,9 +205,10 @@ static void check_gradients_alone(smoe_context *context)
     static const slot_id slots[] = {SLOT_DX, SLOT_DW1, SLOT_DW2, SLOT_DB1, SLOT_DB2, SLOT_DTOPK_WEIGHTS};
     static const tensor_id ids[] = {TENSOR_DX,  TENSOR_DW1, TENSOR_DW2,
                                     TENSOR_DB1, TENSOR_DB2, TENSOR_DTOPK_WEIGHTS};
-    const run_options options = {.compute = SMOE_COMPUTE_F8};
+    const run_options options = {0};
     oracle_drawn drawn;
-    const smoe_layer layer = complete(&several.layer);
+    smoe_layer layer = complete(&several.layer);
+    layer.compute = SMOE_COMPUTE_F8;
     oracle_draw_inputs(&layer, &several.draw, 4, &drawn);
     tensors all = run_drawn(context, &layer, &drawn, SMOE_COMPUTE_F8, false);
     for (int i = 0; i < 6; i++) {
@@ -219,8 +216,8 @@ static void check_gradients_alone(smoe_context *context)
         run r;
         run_wanted(&layer, &drawn, &options, wanted);
         for (int j = 0; j < 6; j++) wanted[slots[j]] = j == i;
-        bool done = run_open_compute(&r, device_find("cuda"), context, &layer, SMOE_COMPUTE_F8, wanted) &&
-                    run_make(&r) && run_inputs(&r, &drawn) && quantize(&r) && run_forward(&r, &options);
+        bool done = run_open(&r, device_find("cuda"), context, &layer, wanted) && run_make(&r) &&
+                    run_inputs(&r, &drawn) && quantize(&r) && run_forward(&r, &options);
         if (slots[i] != SLOT_DW1 && slots[i] != SLOT_DW2) r.backward.x = NULL;
         done = done && run_backward(&r, &options) && run_check(&r);
         void *got = done ? slot_read(&r, slots[i]) : NULL;
@@ -280,13 +277,11 @@ static void check_nan(smoe_context *context, smoe_compute compute, bool in_dout)
 
 /* ---- Sizes ---- */
 
-static smoe_sizes_f8 sizes_of(smoe_context *context, smoe_layer layer, smoe_compute compute)
+static smoe_sizes sizes_of(smoe_context *context, smoe_layer layer, smoe_compute compute)
 {
-    smoe_layer_f8 with_f8 = {layer, compute};
-    smoe_sizes_f8 sizes = {.sizes = SMOE_SIZES_INIT};
-    with_f8.layer.struct_size = sizeof with_f8;
-    sizes.sizes.struct_size = sizeof sizes;
-    if (smoe_query_sizes(context, &with_f8.layer, &sizes.sizes) == SMOE_OK) return sizes;
+    smoe_sizes sizes = SMOE_SIZES_INIT;
+    layer.compute = compute;
+    if (smoe_query_sizes(context, &layer, &sizes) == SMOE_OK) return sizes;
     printf("%s\n", smoe_last_error(context));
     exit(1);
 }
@@ -304,8 +299,8 @@ static void check_sizes(smoe_context *context)
         const int64_t *l = layers[i];
         const smoe_layer given = {SIZES(l[0], l[1], l[2], l[3], l[4]), TOPK};
         const smoe_layer layer = complete(&given);
-        const smoe_sizes f8 = sizes_of(context, layer, SMOE_COMPUTE_F8).sizes,
-                         bf16 = sizes_of(context, layer, SMOE_COMPUTE_STORAGE).sizes;
+        const smoe_sizes f8 = sizes_of(context, layer, SMOE_COMPUTE_F8),
+                         bf16 = sizes_of(context, layer, SMOE_COMPUTE_STORAGE);
         if (f8.saved_buffer_bytes == bf16.saved_buffer_bytes &&
             f8.scratch_forward_bytes <= bf16.scratch_forward_bytes &&
             f8.scratch_backward_bytes <= bf16.scratch_backward_bytes / 100 * 102)

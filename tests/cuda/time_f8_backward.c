@@ -110,13 +110,14 @@ static void make_arguments(const problem *p, side *s)
     s->backward_args.dx = s->dx.memory, s->backward_args.dw1 = s->dw1.memory;
     s->backward_args.dw2 = s->dw2.memory;
     s->backward_args.dtopk_weights = (float *)(void *)p->ds.memory;
+    s->forward_args.weights_f8 = s->backward_args.weights_f8 = p->weights_f8.memory;
 }
 
 static void make_side(problem *p, const smoe_layer *description, smoe_compute compute, side *s)
 {
     moe_problem *checked = &s->forward.problem;
     moe_problem_init(checked, description);
-    checked->compute = compute;
+    checked->layer.compute = compute;
     s->backward.problem = *checked;
     moe_cuda_lay_out_forward(p->state, checked, &s->forward.layout);
     moe_cuda_lay_out_backward(p->state, checked, &s->backward.layout);
@@ -127,14 +128,12 @@ static void make_side(problem *p, const smoe_layer *description, smoe_compute co
     make_arguments(p, s);
     s->forward.plan = s->backward.plan = moe_plan_at(checked, s->saved.memory);
     s->forward.scratch = s->forward_scratch.memory, s->backward.scratch = s->backward_scratch.memory;
-    s->forward.weights_f8 = s->backward.weights_f8 = p->weights_f8.memory;
     s->forward.stream = s->backward.stream = p->stream;
     s->forward_stages =
         moe_cuda_forward_call(p->state, &s->forward.problem, &s->forward.layout, &s->forward.plan,
                               &s->forward_args, s->forward_scratch.memory, p->stream);
     s->stages = moe_cuda_backward_call(p->state, &s->backward.problem, &s->backward.layout, &s->backward.plan,
                                        &s->backward_args, s->backward_scratch.memory, 0, p->stream);
-    s->stages.weights_f8 = s->forward_stages.weights_f8 = p->weights_f8.memory;
 }
 
 static void make_problem(problem *p, const timed_layer *l, int uniform)

@@ -46,7 +46,7 @@ for header in "$work/prefix/include/smoe.h" "$work/prefix/include/smoe_ep.h"; do
 done
 
 library=$(readlink -f "$libdir/libsmoe.so")
-readelf -d "$library" | grep -q 'soname: \[libsmoe.so.0.1\]'
+readelf -d "$library" | grep -q 'soname: \[libsmoe.so.0.2\]'
 exported=$(nm -D --defined-only "$library" | awk '$2 != "A" { sub(/@.*/, "", $3); print $3 }' | sort)
 declared=$(sed -n 's/^SMOE_API .*[ *]\(smoe_[a-z_]*\)(.*/\1/p' "$work"/prefix/include/smoe*.h | sort)
 if [ "$exported" != "$declared" ]; then

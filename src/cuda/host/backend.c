@@ -52,7 +52,7 @@ static smoe_status rows_fit(smoe_context *context, const moe_problem *problem)
 static smoe_status f8_fits(smoe_context *context, const moe_problem *problem)
 {
     const device_state *state = context->state;
-    if (problem->compute == SMOE_COMPUTE_STORAGE) return SMOE_OK;
+    if (problem->layer.compute == SMOE_COMPUTE_STORAGE) return SMOE_OK;
     if (!state->kernels->f8)
         return moe_fail(context, SMOE_ERROR_UNSUPPORTED,
                         "%s: compute is fp8, which only the kernels for compute capability 9.0 have; the "

@@ -41,7 +41,7 @@ static uint64_t lay_out_dw(const moe_problem *p, int dw_last, backward_scratch *
         s->shared = a_end;
         s->parts1 = s->parts2 = a_end + moe_align_up(rows * (uint64_t)(p->chunk_columns * p->element));
     }
-    return p->compute == SMOE_COMPUTE_STORAGE ? a_end : moe_cuda_lay_out_do8(p, s->parts2, s);
+    return p->layer.compute == SMOE_COMPUTE_STORAGE ? a_end : moe_cuda_lay_out_do8(p, s->parts2, s);
 }
 
 static void lay_out(const device_state *state, const moe_problem *p, int dw_last, moe_layout *layout)
@@ -74,7 +74,7 @@ static void lay_out(const device_state *state, const moe_problem *p, int dw_last
         s.dh + (layer->reuse_saved || dw_f8 ? 0 : moe_align_up(rows * (uint64_t)(p->h_width * p->element)));
     s.q2 = s.q1 + moe_align_up(rows * (uint64_t)(layer->lora_rank1 * p->element));
     s.shared = s.q2 + moe_align_up(rows * (uint64_t)(layer->lora_rank2 * p->element));
-    if (p->compute != SMOE_COMPUTE_STORAGE) s.shared = moe_cuda_lay_out_dh8(p, &s);
+    if (p->layer.compute != SMOE_COMPUTE_STORAGE) s.shared = moe_cuda_lay_out_dh8(p, &s);
     if (layer->entry == SMOE_ENTRY_FROM_LOGITS) {
         s.router = moe_cuda_router_scratch(state, p, s.shared);
         s.shared = s.router.end;
@@ -140,7 +140,7 @@ cudaError_t moe_cuda_run_dh(backward_call *c)
         .values = moe_gate_values_of(layer),
         .lora = {c->scratch + c->at.q2, c->args->lora_a2, layer->lora_rank2},
     };
-    if (c->problem->compute != SMOE_COMPUTE_STORAGE) return moe_cuda_dh_f8(c, &dh);
+    if (c->problem->layer.compute != SMOE_COMPUTE_STORAGE) return moe_cuda_dh_f8(c, &dh);
     return c->state->kernels->dh(&c->on, &dh);
 }
 
@@ -277,7 +277,7 @@ cudaError_t moe_cuda_run_dx_rows(backward_call *c, int64_t first_column, int64_t
         .columns = columns,
         .lora = {c->scratch + c->at.q1, c->args->lora_a1, layer->lora_rank1},
     };
-    if (c->problem->compute != SMOE_COMPUTE_STORAGE) return moe_cuda_dx_rows_f8(c, &dx);
+    if (c->problem->layer.compute != SMOE_COMPUTE_STORAGE) return moe_cuda_dx_rows_f8(c, &dx);
     return c->state->kernels->dx_rows(&c->on, &dx);
 }
 
@@ -414,7 +414,6 @@ smoe_status moe_cuda_backward(smoe_context *context, const moe_call *call, const
     const device_state *state = context->state;
     backward_call c = moe_cuda_backward_call(state, &call->problem, &call->layout, &call->plan, args,
                                              call->scratch, with_router, call->stream);
-    c.weights_f8 = call->weights_f8;
     int before;
     cudaError_t status = enter_device(state, &before);
     if (status != cudaSuccess) return device_error(context, status);

@@ -62,7 +62,6 @@ typedef struct backward_call {
     backward_scratch at;
     moe_cuda_backward_lists lists;
     char *scratch, *dh, *a;
-    const void *weights_f8;       /* with fp8 */
     const int32_t *block_offsets; /* as in moe_up, for dx_rows: the plan's */
     int32_t block_stride;
     const int32_t *bias_counts; /* (E) rows of an expert that db1 and db2 add: the plan's counts */
@@ -75,7 +74,7 @@ typedef struct backward_call {
 
 static inline int moe_cuda_dw_is_f8(const moe_problem *problem)
 {
-    return problem->compute == SMOE_COMPUTE_F8;
+    return problem->layer.compute == SMOE_COMPUTE_F8;
 }
 
 /* ---- backward.c; those of fp8: backward_f8.c ---- */

@@ -87,7 +87,7 @@ static moe_f8_dw_rows copy_of(const backward_call *c, int which, const float *to
 static cudaError_t prepare_copies(const backward_call *c, moe_f8_dh *call)
 {
     const moe_f8_kernels *f8 = c->state->kernels->f8;
-    const moe_f8_weights weights = moe_f8_weights_at(c->problem, c->weights_f8);
+    const moe_f8_weights weights = moe_f8_weights_at(c->problem, c->args->weights_f8);
     const int wanted = c->args->dw1 || c->args->dw2;
     const moe_f8_rows x = tokens_at(c, c->args->x, c->at.f8.x8, c->at.f8.x_scale);
     const float *x_scale = wanted ? x.scale : call->do_scale;
@@ -117,7 +117,7 @@ static cudaError_t prepare_copies(const backward_call *c, moe_f8_dh *call)
 cudaError_t moe_cuda_dh_f8(backward_call *c, const moe_dh *dh)
 {
     const moe_f8_kernels *f8 = c->state->kernels->f8;
-    const moe_f8_weights weights = moe_f8_weights_at(c->problem, c->weights_f8);
+    const moe_f8_weights weights = moe_f8_weights_at(c->problem, c->args->weights_f8);
     const moe_f8_rows dout = tokens_at(c, dh->dout, c->at.f8.do8, c->at.f8.do_scale);
     moe_f8_dh call = {.dh = *dh,
                       .do_scale = dout.scale,
@@ -150,7 +150,7 @@ cudaError_t moe_cuda_db1_f8(const backward_call *c, const moe_cuda_db *db1)
 
 cudaError_t moe_cuda_dx_rows_f8(backward_call *c, const moe_dx_rows *dx)
 {
-    const moe_f8_weights weights = moe_f8_weights_at(c->problem, c->weights_f8);
+    const moe_f8_weights weights = moe_f8_weights_at(c->problem, c->args->weights_f8);
     moe_f8_dx_rows call = {*dx, at(c, c->at.f8.dh_scale), weights.scale1};
     call.dx.dh = at(c, c->at.f8.dh8);
     call.dx.w1 = weights.w1_t;

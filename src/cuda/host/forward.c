@@ -62,7 +62,7 @@ void moe_cuda_lay_out_forward(const device_state *state, const moe_problem *p, m
         s.pieces + moe_align_up(sizeof(moe_work) * (uint64_t)moe_work_bound(p->padded_rows, experts, limit));
     s.routing = s.a;
     s.y = s.a + moe_align_up(rows * (uint64_t)p->layer.intermediate * element);
-    const uint64_t f8_end = p->compute == SMOE_COMPUTE_STORAGE ? 0 : lay_out_f8(p, &s);
+    const uint64_t f8_end = p->layer.compute == SMOE_COMPUTE_STORAGE ? 0 : lay_out_f8(p, &s);
     const uint64_t experts_end = s.y + moe_align_up(rows * (uint64_t)p->chunk_columns * element);
     const uint64_t plan_end = s.routing + routing_bytes(&state->device, p, &s.routing_parts);
     s.end = experts_end > plan_end ? experts_end : plan_end;
@@ -156,7 +156,7 @@ cudaError_t moe_cuda_up(forward_call *c)
         .values = moe_gate_values_of(layer),
         .lora = {c->plan->p1, c->args->lora_b1, layer->lora_rank1},
     };
-    if (c->problem->compute != SMOE_COMPUTE_STORAGE) return moe_cuda_up_f8(c, &up);
+    if (c->problem->layer.compute != SMOE_COMPUTE_STORAGE) return moe_cuda_up_f8(c, &up);
     const cudaError_t status = moe_cuda_lora_p1(c);
     if (status != cudaSuccess) return status;
     if (c->few_rows) return c->state->kernels->up_few_rows(&c->on, &up, few_rows_tiles(c));
@@ -183,7 +183,7 @@ cudaError_t moe_cuda_down(forward_call *c, int64_t first_column, int64_t columns
         .columns = columns,
         .lora = {c->plan->p2, c->args->lora_b2, layer->lora_rank2},
     };
-    if (c->problem->compute != SMOE_COMPUTE_STORAGE) return moe_cuda_down_f8(c, &down);
+    if (c->problem->layer.compute != SMOE_COMPUTE_STORAGE) return moe_cuda_down_f8(c, &down);
     const cudaError_t status = first_column ? cudaSuccess : moe_cuda_lora_p2(c);
     if (status != cudaSuccess) return status;
     if (c->few_rows) return c->state->kernels->down_few_rows(&c->on, &down, few_rows_tiles(c));
@@ -289,7 +289,6 @@ smoe_status moe_cuda_forward(smoe_context *context, const moe_call *call, const 
     if (!problem->layer.tokens) return moe_cuda_no_tokens(context, call, args);
     forward_call c =
         moe_cuda_forward_call(state, problem, &call->layout, &call->plan, args, call->scratch, call->stream);
-    c.weights_f8 = call->weights_f8;
     forward_scratch s;
     memcpy(&s, call->layout.parts, sizeof s);
     if (stages != MOE_EXPERTS && problem->layer.entry == SMOE_ENTRY_FROM_LOGITS)

@@ -19,8 +19,7 @@ typedef struct forward_call {
     int32_t block_stride;
     int64_t rows; /* whole blocks of the padded rows */
     int few_rows; /* the kernels for few rows run */
-    /* with fp8: quantised weights, X8 and its scales, the scales of A8, which is in `a` */
-    const void *weights_f8;
+    /* with fp8: X8 and its scales, the scales of A8, which is in `a` */
     uint8_t *x8;
     float *x_scale, *a_scale;
     moe_launch on;

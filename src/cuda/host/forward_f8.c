@@ -33,7 +33,7 @@ cudaError_t moe_cuda_up_f8(forward_call *c, const moe_up *up)
 {
     const moe_f8_kernels *f8 = c->state->kernels->f8;
     const smoe_layer *layer = &c->problem->layer;
-    const moe_f8_weights weights = moe_f8_weights_at(c->problem, c->weights_f8);
+    const moe_f8_weights weights = moe_f8_weights_at(c->problem, c->args->weights_f8);
     const moe_f8_rows rows = {up->x, c->x8, c->x_scale, layer->tokens, layer->hidden};
     moe_f8_up call = {*up, c->x_scale, weights.scale1, c->a_scale};
     call.up.x = c->x8;
@@ -44,7 +44,7 @@ cudaError_t moe_cuda_up_f8(forward_call *c, const moe_up *up)
 
 cudaError_t moe_cuda_down_f8(forward_call *c, const moe_down *down)
 {
-    const moe_f8_weights weights = moe_f8_weights_at(c->problem, c->weights_f8);
+    const moe_f8_weights weights = moe_f8_weights_at(c->problem, c->args->weights_f8);
     moe_f8_down call = {*down, c->a_scale, weights.scale2};
     call.down.w2 = weights.w2;
     return c->state->kernels->f8->down(&c->on, &call);
