@@ -33,6 +33,7 @@ enum {
     KEY_GRADIENTS,
     KEY_CLIP,
     KEY_GPUS,
+    KEY_COMPUTE,
     KEY_RECOMPUTE
 };
 
@@ -49,6 +50,7 @@ static const struct argp_option options_table[] = {
     {"precision", KEY_PRECISION, "TYPE", 0, "f32 (default) or, with --device cuda, bf16, as for train", 3},
     {"gradients", KEY_GRADIENTS, "TYPE", 0, "f32 or, with --device cuda, bf16, as for train", 3},
     {"clip", KEY_CLIP, "X", 0, "Largest norm of the gradient, as for train (default 1; 0: any)", 3},
+    {"compute", KEY_COMPUTE, "TYPE", 0, "bf16 (default), f8 or f8-dgrad, as for train", 3},
     {"recompute", KEY_RECOMPUTE, "WHAT", 0, "none, norms (default), norms-qk or layers, as for train", 3},
     {NULL, 0, NULL, 0, "Output:", 2},
     {"json", KEY_JSON, NULL, 0, "One JSON object a line", 2},
@@ -93,6 +95,11 @@ static void parse_model(int key, const char *text, struct argp_state *state)
         wanted->clip = strtod(text, &end);
         if (end == text || *end || !(wanted->clip >= 0 && wanted->clip <= most_clip))
             argp_error(state, "--clip: '%s' is not a number in 0..%.9g", text, most_clip);
+        return;
+    case KEY_COMPUTE:
+        while (at < COMPUTE_NAMES && strcmp(text, model_compute_names[at]) != 0) at++;
+        if (at == COMPUTE_NAMES) argp_error(state, "--compute: '%s' is not one of bf16, f8, f8-dgrad", text);
+        wanted->compute = model_computes[at];
         return;
     default:
         while (at < RECOMPUTE_NAMES && strcmp(text, model_recompute_names[at]) != 0) at++;

@@ -79,6 +79,13 @@ static void the_shown_loss_and_rate_are_those_of_the_log(void **state)
     progress_show(&p, &r);
     end_capture(state, again, text, sizeof text);
     assert_string_equal(text, " 50%  step 10  loss 6.348 bits/byte  80 tokens/s  1:10 left\n");
+    const log_line lossy = {.loss = 4.4, .f8 = {.amax = 1.5e4, .zeros = 0.15, .subnormals = 0.05}};
+    r.line = &lossy;
+    const int warned = begin_capture(state);
+    progress_show(&p, &r);
+    end_capture(state, warned, text, sizeof text);
+    assert_non_null(strstr(text, "\nwarning: 20 % of the elements of A are too small for fp8"));
+    assert_non_null(strstr(text, "beside others of up to 1.5e+04: "));
 }
 
 /* A validation at 100 % of the steps shows its own share. */

@@ -104,9 +104,11 @@ static void assert_close_lines(void **state, const char *a, const char *b, doubl
 
 /* Options that change what a step does. */
 static const char *const kinds[] = {
-    "--clip 0", "--clip 0 --shared 24 --dense-layers 1 --balance 0.1 --recompute layers",
+    "--clip 0",
+    "--clip 0 --shared 24 --dense-layers 1 --balance 0.1 --recompute layers",
     "--clip 0 --tied --score sigmoid --bias-rate 0.01 --rounding sr-f --tile 4",
     "--clip 1e9", // scales nothing, but updates and gathers come after the backward
+    "--clip 1e9 --compute f8 --intermediate 16",
 };
 
 /* One rank without micro-batches does the same whether its states are shared out or not; only clipping sums

@@ -46,6 +46,10 @@ static void bad_input_is_named(void **state)
         {"info --model run/latest --gradients bf16", 2, "--gradients bf16 is only for the GPU"},
         {"info --model run/latest --gradients f16", 2, "--gradients: 'f16' is neither f32 nor bf16"},
         {"info --model run/latest --precision f32", 0, ""},
+        {"train " TINY "--compute fp8 text.txt", 2, "--compute: 'fp8' is not one of bf16, f8, f8-dgrad"},
+        {"train " TINY "--compute f8 --steps 1 --out f8 text.txt", 2, "intermediate is 8"},
+        {"info --model run/latest --compute f8", 2, "intermediate is 8"},
+        {"info --model run/latest --compute e4m3", 2, "--compute: 'e4m3' is not one of bf16, f8, f8-dgrad"},
         {"train " TINY "missing.txt", 3, "missing.txt: cannot read"},
         {"train " TINY "empty.txt", 3, "empty.txt: the file is empty"},
         {"train " TINY "nothing", 3, "nothing: holds no file with data"},
@@ -279,8 +283,8 @@ static void a_dense_twin_has_equal_flops(void **state)
  * parts. */
 static void info_adds_up_the_memory(void **state)
 {
-    static const char *const parts[] = {"weights_bytes", "gradients_bytes", "adamw_bytes",
-                                        "layers_bytes",  "turns_bytes",     "rest_bytes"};
+    static const char *const parts[] = {"weights_bytes", "weights_f8_bytes", "gradients_bytes", "adamw_bytes",
+                                        "layers_bytes",  "turns_bytes",      "rest_bytes"};
     put_texts(state);
     expect(state, "train " TINY "--steps 1 --out run text.txt", 0, "done");
     double sum = 0;
@@ -310,6 +314,12 @@ static void info_adds_up_the_memory(void **state)
            0, "done");
     expect(state, "info --model wide/latest --chunks 3", 2, "chunks");
     assert_true(figure(state, wide, "turns_bytes", "") > figure(state, cut, "turns_bytes", ""));
+    // 6 E d n bytes a layer, and scales
+    expect(state, "train " TINY "--intermediate 16 --compute f8 --steps 1 --out f8 text.txt", 0, "done");
+    assert_true(figure(state, wide, "weights_f8_bytes", "") == 0);
+    const double quantized =
+        figure(state, "info --model f8/latest --compute f8-dgrad", "weights_f8_bytes", "");
+    assert_true(quantized >= 6 * 4 * 16 * 16 && quantized < 6 * 4 * 16 * 16 + 8192);
     expect(state, "info --model nothing", 3, "config.json");
     expect(state, "info --model run/latest --batch 0", 2, "--batch: 0 is outside");
     // With micro-batches only a part of the batch is in memory at a time; bf16 gradients are summed in f32.

@@ -108,6 +108,25 @@ static void only_given_sizes_are_compared(void **state)
            "dense_intermediate_size is 24, wanted 32");
 }
 
+/* It is that of the run, unless it is given. The log shows whether fp8 was used. */
+static void compute_is_that_of_the_run(void **state)
+{
+    const char *run = "train --resume -q --evaluations 1 --out run text.txt ";
+    char text[256];
+    put_texts(state);
+    expect(state, "train " TINY "--intermediate 16 --compute f8 --evaluations 1 --steps 1 --out run text.txt",
+           0, "done");
+    snprintf(text, sizeof text, "%s --steps 2", run);
+    expect(state, text, 0, "resumed at step 1 of 2\ndone");
+    shell(state, "tail -n 1 run/train.jsonl | grep -q val_loss_f8");
+    snprintf(text, sizeof text, "%s --steps 3 --compute bf16", run);
+    expect(state, text, 0, "--compute is bf16 from here on, it was f8\n");
+    shell(state, "! tail -n 1 run/train.jsonl | grep -q val_loss_f8");
+    snprintf(text, sizeof text, "%s --steps 4 --compute f8-dgrad", run);
+    expect(state, text, 0, "--compute is f8-dgrad from here on, it was bf16\n");
+    shell(state, "tail -n 1 run/train.jsonl | grep -q val_loss_f8");
+}
+
 /* scp and cp -L copy a link as what it points to. Such a run is resumed, and later checkpoints are found. */
 static void a_run_copied_without_links_resumes(void **state)
 {
@@ -306,6 +325,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(empty_paths_are_refused, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(contradictions_name_the_options, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(only_given_sizes_are_compared, folder_setup, folder_teardown),
+        cmocka_unit_test_setup_teardown(compute_is_that_of_the_run, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(a_run_copied_without_links_resumes, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(latest_is_always_a_checkpoint, folder_setup, folder_teardown),
         cmocka_unit_test_setup_teardown(a_lost_checkpoint_is_explained, folder_setup, folder_teardown),

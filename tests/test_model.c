@@ -192,7 +192,7 @@ static double total_loss(model *m, const model_batch *batch)
 {
     error err = {0};
     double loss;
-    if (!model_loss(m, batch, &m->routing, &loss, &err)) fail_msg("%s", err.text);
+    if (!model_loss(m, batch, &m->routing, SMOE_COMPUTE_STORAGE, &loss, &err)) fail_msg("%s", err.text);
     for (int64_t l = m->config.dense_layers; l < m->config.layers; l++)
         loss += m->routing.balance_coefficient * experts_losses(model_experts(m, l))[0] +
                 m->routing.z_coefficient * experts_losses(model_experts(m, l))[1];
@@ -207,7 +207,7 @@ static uint64_t routes(model *m, int64_t rows)
     for (int64_t l = c->dense_layers; l < c->layers; l++) {
         smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
         error err = {0};
-        if (!experts_view(model_experts(m, l), rows, &view, &err)) fail_msg("%s", err.text);
+        if (!experts_view(model_experts(m, l), rows, &m->routing, &view, &err)) fail_msg("%s", err.text);
         for (int64_t t = 0; t < rows; t++) {
             uint64_t chosen = 0; // of at most 64 experts
             for (int64_t k = 0; k < c->topk; k++) chosen |= 1ull << view.topk_ids[t * c->topk + k];
@@ -545,7 +545,7 @@ static void evaluation_keeps_no_attention_weights(void **state)
             model m;
             if (!model_create(&m, NULL, &c, &options, &err)) fail_msg("%s", err.text);
             param_init(m.weights.host, &m.weights.layout, 7);
-            if (!model_loss(&m, &batch, NULL, &loss[i], &err)) fail_msg("%s", err.text);
+            if (!model_loss(&m, &batch, NULL, SMOE_COMPUTE_STORAGE, &loss[i], &err)) fail_msg("%s", err.text);
             model_destroy(&m);
         }
         assert_true(loss[0] == loss[1] && isfinite(loss[0]));

@@ -18,6 +18,7 @@ static const table_column columns[] = {
     {"micro_batches", COLUMN_INTEGER, 0, false, "passes of a step (--micro-batches)"},
     {"context", COLUMN_INTEGER, 0, false, "tokens of a sequence"},
     {"weights_bytes", COLUMN_BYTES, 0, false, "the weights that the passes read"},
+    {"weights_f8_bytes", COLUMN_BYTES, 0, false, "the experts' weights in fp8 (--compute f8, f8-dgrad)"},
     {"gradients_bytes", COLUMN_BYTES, 0, false,
      "of all weights; with --clip 0 and one pass not those of the layers, which are in turns_bytes"},
     {"adamw_bytes", COLUMN_BYTES, 0, false,
@@ -83,6 +84,7 @@ static bool print(model *m, const shards *sh, size_t sums, table_format format, 
     table_integer(t, m->parts);
     table_integer(t, m->config.context);
     table_integer(t, (int64_t)b->weights);
+    table_integer(t, (int64_t)b->quantized);
     table_integer(t, (int64_t)b->gradients);
     table_integer(t, (int64_t)adamw);
     table_integer(t, (int64_t)b->layers);
@@ -123,6 +125,7 @@ bool info_model_print(const info_model *wanted, int32_t chunks, smoe_backend bac
                                    .routing = &routing,
                                    .use = MODEL_TRAIN,
                                    .recompute = wanted->recompute,
+                                   .compute = wanted->compute,
                                    .chunks = chunks,
                                    .one_layer = step_takes_layers(wanted->clip, wanted->parts),
                                    .sharded = wanted->gpus > 1,

@@ -14,7 +14,8 @@ typedef struct info_model {
     bool bf16;         // --precision bf16
     gradient_choice gradients;
     model_recompute recompute;
-    double clip; // largest norm of the gradient
+    smoe_compute compute; // --compute
+    double clip;          // largest norm of the gradient
 } info_model;
 
 /* `chunks`: column chunks of the experts */

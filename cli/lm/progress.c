@@ -55,6 +55,16 @@ static void draw(progress *p, const train_report *r)
     fflush(stderr);
 }
 
+static void warn_of_f8(const f8_report *f8)
+{
+    const double lost = f8->zeros + f8->subnormals;
+    if (lost > F8_REPORT_MOST)
+        fprintf(stderr,
+                "warning: %.0f %% of the elements of A are too small for fp8's full precision, beside "
+                "others of up to %.3g: see val_loss_f8 in the log; --resume with --compute bf16?\n",
+                100.0 * lost, f8->amax);
+}
+
 void progress_show(void *user, const train_report *report)
 {
     progress *p = user;
@@ -67,6 +77,7 @@ void progress_show(void *user, const train_report *report)
         show_rate(report, report->line->tokens_per_s);
         fputc('\n', stderr);
     }
+    if (report->line) warn_of_f8(&report->line->f8);
 }
 
 void progress_show_pass(void *user, double share)

@@ -128,7 +128,8 @@ enum {
     KEY_PRECISION,
     KEY_GRADIENTS,
     KEY_FASTEST,
-    KEY_RECOMPUTE
+    KEY_RECOMPUTE,
+    KEY_COMPUTE
 };
 static_assert((int)NUMBERS <= (int)TRAIN_NUMBER_OPTIONS, "a mark for each option with a number");
 
@@ -138,7 +139,8 @@ static const struct argp_option others[] = {
     {"minutes", KEY_MINUTES, "X", 0, "Train for X minutes, as --seconds", GROUP_RUN},
     {"resume", KEY_RESUME, NULL, 0,
      "Continue from the newest checkpoint in DIR, on the same text. The sizes of the model, --batch, --seed, "
-     "the number and tokens of validations, and what is under Routing and Optimiser except --micro-batches "
+     "the number and tokens of validations, --compute, and what is under Routing and Optimiser except "
+     "--micro-batches "
      "are those of the run unless they are given",
      GROUP_RUN},
     {"from", KEY_FROM, "CHECKPOINT", 0,
@@ -155,8 +157,7 @@ static const struct argp_option others[] = {
      "cpu, cuda, auto (the GPU if there is one) or cuda-plain (a GPU without cuBLASLt and cuDNN, slow)",
      GROUP_RUN},
     {"precision", KEY_PRECISION, "TYPE", 0,
-     "cuda: type of weights and AdamW states, f32 or bf16; arithmetic is bf16 with both. The CPU has f32 "
-     "only",
+     "cuda: type of weights and AdamW states, f32 or bf16; arithmetic is bf16 with both. CPU: f32",
      GROUP_RUN},
     {"gradients", KEY_GRADIENTS, "TYPE", 0,
      "cuda: type of the gradients of the weights and of their sums over GPUs, f32 or bf16 (default bf16 with "
@@ -172,11 +173,14 @@ static const struct argp_option others[] = {
      "cost); norms-qk (also q and k after norm and RoPE); layers (all but the input of a layer). The bits "
      "are the same. Default: norms, or more if the run does not fit on the GPU otherwise",
      GROUP_RUN},
+    {"compute", KEY_COMPUTE, "TYPE", 0,
+     "Experimental: the experts' GEMMs in training: bf16 (default; CPU: f32), f8, or f8-dgrad, f8 but for "
+     "the weight gradients. A GPU needs compute capability 9.0",
+     GROUP_RUN},
     {"gpus", KEY_GPUS, "N", 0,
      "Train on N GPUs of this host, a process each; with --device cpu in N processes on its CPUs. Under "
-     "torchrun, srun or "
-     "mpirun every process takes its rank from the environment instead. --batch is that of all ranks "
-     "(default 1)",
+     "torchrun, srun or mpirun every process takes its rank from the environment instead. --batch is that "
+     "of all ranks (default 1)",
      GROUP_RUN},
     {"peer-timeout", KEY_PEER_TIMEOUT, "X", 0,
      "With several ranks: end the run when no rank has made progress for X seconds, except while files are "
@@ -256,9 +260,8 @@ static double parse_whole(struct argp_state *state, const char *name, const char
 static void parse_number(train_options *options, int index, const char *text, struct argp_state *state)
 {
     const number_option *o = &numbers[index];
-    double value = parse_real(state, o->name, text, o->low, o->high);
-    if ((o->type == INT64 || o->type == INT32) && value != floor(value))
-        argp_error(state, "--%s: '%s' is not a whole number", o->name, text);
+    const bool whole = o->type == INT64 || o->type == INT32;
+    const double value = (whole ? parse_whole : parse_real)(state, o->name, text, o->low, o->high);
     number_set(&options->settings, o, value);
     options->given[index] = true;
     options->sizes_given |=
@@ -267,17 +270,6 @@ static void parse_number(train_options *options, int index, const char *text, st
     options->init_given |= o->offset == CONFIG(initializer_range);
     options->settings.keep_chunks |= o->offset == AT(chunks);
     if (o->offset == AT(steps) || o->offset == AT(seconds)) note_length(options, o->name, state);
-}
-
-static void parse_rounding(train_options *options, const char *text, struct argp_state *state)
-{
-    for (smoe_rounding rule = SMOE_ROUNDING_NONE; rule <= SMOE_ROUNDING_DOWN; rule++)
-        if (strcmp(text, rounding_name(rule)) == 0) {
-            options->settings.routing.rounding = rule;
-            options->rounding_given = true;
-            return;
-        }
-    argp_error(state, "--rounding: '%s' is not one of none, nr-f, sr-f, nr-s, balance-f, up, down", text);
 }
 
 /* The place of `text` among the count choices. */
@@ -292,6 +284,15 @@ static int parse_choice(struct argp_state *state, const char *name, const char *
     }
     argp_error(state, "--%s: '%s' is not one of %s", name, text, all);
     return 0;
+}
+
+static void parse_rounding(train_options *options, const char *text, struct argp_state *state)
+{
+    const char *names[SMOE_ROUNDING_DOWN + 1];
+    for (int i = 0; i <= SMOE_ROUNDING_DOWN; i++) names[i] = rounding_name((smoe_rounding)i);
+    options->settings.routing.rounding =
+        (smoe_rounding)parse_choice(state, "rounding", text, names, SMOE_ROUNDING_DOWN + 1);
+    options->rounding_given = true;
 }
 
 static error_t parse_device(int key, const char *text, struct argp_state *state)
@@ -311,6 +312,10 @@ static error_t parse_device(int key, const char *text, struct argp_state *state)
         s->recompute =
             (model_recompute)parse_choice(state, "recompute", text, model_recompute_names, RECOMPUTE_NAMES);
         s->keep_recompute = true;
+        return 0;
+    case KEY_COMPUTE:
+        s->compute = model_computes[parse_choice(state, "compute", text, model_compute_names, COMPUTE_NAMES)];
+        ((train_options *)state->input)->compute_given = true;
         return 0;
     default: return ARGP_ERR_UNKNOWN;
     }
@@ -498,8 +503,7 @@ bool train_options_parse(train_options *options, int argc, char **argv, error *e
         .doc =
             "Trains a Mixture-of-Experts language model (OLMoE's architecture) on text files, folders of "
             "them, or token files (*.bin); - is the text on standard input. Token files with val, valid or "
-            "validation in their names are for validation only.\vDIR receives train.jsonl (a "
-            "JSON "
+            "validation in their names are for validation only.\vDIR receives train.jsonl (a JSON "
             "object a line), curve.png if gnuplot is installed, and checkpoints (DIR/latest is the newest). "
             "Hugging Face transformers opens the checkpoint of a model without --shared and --dense-layers "
             "as it is. Any other checkpoint has the model type smoe, which the Python package registers: "
@@ -536,13 +540,13 @@ void train_options_summary(const train_options *options, char *text, size_t size
                                number_get(s, &numbers[i]));
     if (at < size)
         snprintf(text + at, size - at,
-                 "--score %s\n--renormalize %d\n--tied %d\n--rounding %s\n--precision %s\n--gradients "
-                 "%s\n--fastest %d\n"
-                 "--recompute %s\n--device %s\n--resume %d",
+                 "--score %s\n--renormalize %d\n--tied %d\n--rounding %s\n--precision %s\n"
+                 "--gradients %s\n--fastest %d\n"
+                 "--recompute %s\n--compute %d\n--device %s\n--resume %d",
                  model_score_names[s->config.score], s->config.norm_topk_prob, s->config.tied,
                  rounding_name(s->routing.rounding), s->device.bf16 ? "bf16" : "f32",
                  gradients[s->device.gradients], s->device.fastest, model_recompute_names[s->recompute],
-                 s->device.name, s->resume);
+                 (int)s->compute, s->device.name, s->resume);
 }
 
 bool train_options_adopt_sizes(train_options *options, const model_config *run, error *err)
@@ -590,4 +594,6 @@ void train_options_adopt(train_options *options, const train_state *run)
     if (tokens_are_whole(&run->text)) adopt(options, AT(validations.count), 0.0);
     if (!options->rounding_given && r->rounding >= SMOE_ROUNDING_NONE && r->rounding <= SMOE_ROUNDING_DOWN)
         options->settings.routing.rounding = (smoe_rounding)r->rounding;
+    for (int i = 0; i < COMPUTE_NAMES && !options->compute_given; i++)
+        if (r->compute == (double)model_computes[i]) options->settings.compute = model_computes[i];
 }

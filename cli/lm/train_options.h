@@ -14,7 +14,7 @@ typedef struct train_options {
     train_settings settings;
     const char **paths; // settings.paths: pointers into argv
     bool sizes_given;   // some option of the model's sizes, other than --context, was given
-    bool vocab_given, init_given, rounding_given, score_given;
+    bool vocab_given, init_given, rounding_given, score_given, compute_given;
     bool given[TRAIN_NUMBER_OPTIONS]; // those with a number
     bool dense_twin;
     const char *length; // which of steps, seconds, minutes was given; NULL: none, so the default seconds

@@ -63,7 +63,7 @@ static uint64_t *experts_of(model *m, int64_t layer, int64_t rows)
     const size_t bytes = (size_t)(rows * topk) * sizeof(int32_t);
     int32_t *ids = malloc(bytes);
     uint64_t *chosen = calloc((size_t)rows, sizeof *chosen);
-    if (!experts_view(model_experts(m, layer), rows, &view, &err)) die(&err);
+    if (!experts_view(model_experts(m, layer), rows, &m->routing, &view, &err)) die(&err);
     m->device->ops->download(m->device, ids, view.topk_ids, bytes);
     if (!m->device->ops->finish(m->device, &err)) die(&err);
     for (int64_t i = 0; i < rows * topk; i++) chosen[i / topk] |= 1ull << ids[i];

@@ -31,6 +31,7 @@ typedef struct block_frame {
     const train_routing *routing; // of training passes
     model_use use;
     model_recompute recompute;
+    smoe_compute compute;    // of the experts in training passes (smoe.h)
     int64_t sequences, rows; // most of a pass; rows = sequences * context
     int32_t chunks;          // column chunks of the experts (smoe.h)
     float *norm_scratch;
@@ -42,7 +43,9 @@ typedef struct block_pass {
     int64_t part;                    // which of a step's passes on this rank
     int64_t first;                   // position of the first row; if not 0: one sequence, see pass_shape
     const train_routing *routing;
-    bool add; // the backward adds to the gradients of the weights; else it writes them
+    smoe_compute compute; // of the experts: the frame's, or as the device's type
+    bool quantizes;       // the weights may have changed since the last pass with this `compute`
+    bool add;             // the backward adds to the gradients of the weights; else it writes them
 } block_pass;
 
 /* Two rounds lay out what the layers keep: what each layer has for itself, and what they share. */
@@ -82,6 +85,8 @@ typedef struct block_kind {
      * pass. */
     void (*place)(block *b, const block_memory *memory);
     void (*place_constants)(void *common, const block_frame *f, arena *a);
+    void (*place_quantized)(block *b, arena *a); // weights; may be NULL, as may quantize, which computes them
+    bool (*quantize)(const block *b, error *err);
     void (*place_scratch)(void *common, const block_frame *f, arena *a);
     size_t (*kept_for_log)(const void *common);
     bool (*fill)(void *common, const block_frame *f, error *err); // the constants

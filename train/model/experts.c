@@ -8,6 +8,7 @@
 typedef struct experts_common {
     smoe_context *context, *backward;    // of the backward: with fewer SMs, or the same
     uint64_t saved_bytes, scratch_bytes; // of one block, of all
+    uint64_t f8_bytes;                   // of a block's weights in e4m3; 0: it has none
     bool reads_logits;                   // in the backward, also without a coefficient of a loss
     void *scratch;
     void *da;        // (rows, shared f), in the place of `scratch`
@@ -19,13 +20,15 @@ typedef struct experts_own {
     size_t router, w1, w2; // weights: (E, d), (E, 2n, d), (E, d, n)
     float *losses;         // (2): load balance, z
     void *saved;           // saved_bytes, in the library's own layout
+    void *weights_f8;      // f8_bytes, likewise
     float *logits;         // (rows, E)
     dense_mlp shared;      // the shared expert
 } experts_own;
 
 enum { LOSS_BYTES = 4 * sizeof(float) };
 
-static smoe_layer describe(const block_frame *f, int64_t tokens, const train_routing *routing)
+static smoe_layer describe(const block_frame *f, int64_t tokens, const train_routing *routing,
+                           smoe_compute compute)
 {
     const model_config *config = f->config;
     smoe_layer layer = SMOE_LAYER_INIT;
@@ -48,6 +51,7 @@ static smoe_layer describe(const block_frame *f, int64_t tokens, const train_rou
     layer.rounding = routing->rounding;
     if (routing->rounding != SMOE_ROUNDING_NONE) layer.tile = routing->tile;
     layer.seed = routing->seed;
+    layer.compute = compute;
     return layer;
 }
 
@@ -63,14 +67,16 @@ static uint64_t larger(uint64_t a, uint64_t b)
     return a > b ? a : b;
 }
 
-/* Raises the sizes to what `routing` needs. */
-static bool measure(experts_common *all, const block_frame *f, const train_routing *routing, error *err)
+/* Raises the sizes to what passes with `routing` and `compute` need. */
+static bool measure(experts_common *all, const block_frame *f, const train_routing *routing,
+                    smoe_compute compute, error *err)
 {
-    const smoe_layer layer = describe(f, f->rows, routing);
+    const smoe_layer layer = describe(f, f->rows, routing, compute);
     smoe_sizes sizes = SMOE_SIZES_INIT;
     if (!check(all->context, smoe_query_sizes(all->context, &layer, &sizes), err)) return false;
     all->reads_logits |= sizes.backward_reads_logits;
     all->saved_bytes = larger(all->saved_bytes, sizes.saved_buffer_bytes);
+    all->f8_bytes = larger(all->f8_bytes, sizes.weights_f8_bytes);
     all->scratch_bytes =
         larger(all->scratch_bytes, larger(sizes.scratch_forward_bytes, sizes.scratch_backward_bytes));
     return true;
@@ -91,7 +97,9 @@ static bool open_context(void *common, const block_frame *f, error *err)
     if (options.sms && f->use == MODEL_TRAIN && smoe_create(&all->backward, &options) != SMOE_OK)
         return fail(err, ERROR_RUNTIME, "%s", text);
     const train_routing plain = {.rounding = SMOE_ROUNDING_NONE};
-    return measure(all, f, &plain, err) && (f->use != MODEL_TRAIN || measure(all, f, f->routing, err));
+    if (!measure(all, f, &plain, SMOE_COMPUTE_STORAGE, err)) return false;
+    return f->use != MODEL_TRAIN ||
+           (measure(all, f, &plain, f->compute, err) && measure(all, f, f->routing, f->compute, err));
 }
 
 static void close_context(void *common)
@@ -204,6 +212,32 @@ static void place_scratch(void *common, const block_frame *f, arena *a)
     all->scratch = arena_take(a, all->scratch_bytes);
 }
 
+/* ---- weights in e4m3 ---- */
+
+static void place_quantized(block *b, arena *a)
+{
+    experts_own *s = b->own;
+    const experts_common *all = b->common;
+    if (all->f8_bytes) s->weights_f8 = arena_take(a, all->f8_bytes);
+}
+
+static bool quantize(const block *b, error *err)
+{
+    const experts_common *all = b->common;
+    const experts_own *s = b->own;
+    const block_frame *f = b->frame;
+    const float *masters = f->weights->masters;
+    const smoe_layer layer = describe(f, f->rows, f->routing, f->compute);
+    smoe_quantize_args args = SMOE_QUANTIZE_ARGS_INIT;
+    args.w1 = masters ? masters + s->w1 : block_weight(b, s->w1);
+    args.w2 = masters ? masters + s->w2 : block_weight(b, s->w2);
+    args.weight_type = masters ? SMOE_TYPE_F32 : f->device->type;
+    args.experts = f->config->experts;
+    args.weights_f8 = s->weights_f8;
+    args.weights_f8_size = all->f8_bytes;
+    return check(all->context, smoe_quantize_weights(all->context, &layer, &args, f->device->stream), err);
+}
+
 /* ---- selection biases ---- */
 
 /* The block's place in arrays of all blocks. */
@@ -230,7 +264,7 @@ bool experts_update_bias(block *b, float rate, error *err)
     const experts_common *all = b->common;
     const block_frame *f = b->frame;
     int32_t *counts = all->counts + place_of(b);
-    const smoe_layer layer = describe(f, f->rows, f->routing);
+    const smoe_layer layer = describe(f, f->rows, f->routing, SMOE_COMPUTE_STORAGE);
     if (!check(all->context,
                smoe_update_selection_bias(all->context, &layer, counts, experts_bias(b), rate,
                                           f->device->stream),
@@ -246,7 +280,7 @@ static bool count_tokens(const block *b, const block_pass *p, error *err)
     train_device *dv = b->frame->device;
     smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
     if (!all->counts) return true;
-    if (!experts_view(b, p->rows, &view, err)) return false;
+    if (!experts_view(b, p->rows, p->routing, &view, err)) return false;
     dv->ops->add_counts(dv, all->counts + place_of(b), view.topk_counts, b->frame->config->experts);
     return true;
 }
@@ -258,7 +292,7 @@ static bool forward(block *b, const block_pass *p, void *out, error *err)
     const experts_common *all = b->common;
     const experts_own *s = b->own;
     const block_frame *f = b->frame;
-    const smoe_layer layer = describe(f, p->rows, p->routing);
+    const smoe_layer layer = describe(f, p->rows, p->routing, p->compute);
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
     args.x = b->h;
     args.router_weight = block_weight(b, s->router);
@@ -268,6 +302,8 @@ static bool forward(block *b, const block_pass *p, void *out, error *err)
     args.losses = s->losses;
     args.w1 = block_weight(b, s->w1);
     args.w2 = block_weight(b, s->w2);
+    args.weights_f8 = s->weights_f8;
+    args.weights_f8_size = all->f8_bytes;
     args.out = out;
     args.saved = layer.inference ? NULL : s->saved;
     args.saved_size = layer.inference ? 0 : all->saved_bytes;
@@ -284,7 +320,7 @@ static bool backward(block *b, const block_pass *p, void *dh, void *dout, error 
     const experts_common *all = b->common;
     const experts_own *s = b->own;
     const block_frame *f = b->frame;
-    smoe_layer layer = describe(f, p->rows, p->routing);
+    smoe_layer layer = describe(f, p->rows, p->routing, p->compute);
     layer.accumulate = p->add;
     smoe_backward_args args = SMOE_BACKWARD_ARGS_INIT;
     args.x = b->h;
@@ -292,6 +328,8 @@ static bool backward(block *b, const block_pass *p, void *dh, void *dout, error 
     args.logits = s->logits;
     args.w1 = block_weight(b, s->w1);
     args.w2 = block_weight(b, s->w2);
+    args.weights_f8 = s->weights_f8;
+    args.weights_f8_size = all->f8_bytes;
     args.saved = s->saved;
     args.saved_size = all->saved_bytes;
     args.dout = dout;
@@ -311,11 +349,12 @@ static bool backward(block *b, const block_pass *p, void *dh, void *dout, error 
 
 /* ---- after a pass ---- */
 
-bool experts_view(const block *b, int64_t tokens, smoe_plan_view *view, error *err)
+bool experts_view(const block *b, int64_t tokens, const train_routing *routing, smoe_plan_view *view,
+                  error *err)
 {
     const experts_common *all = b->common;
     const experts_own *s = b->own;
-    const smoe_layer layer = describe(b->frame, tokens, b->frame->routing);
+    const smoe_layer layer = describe(b->frame, tokens, routing, SMOE_COMPUTE_STORAGE);
     smoe_forward_args args = SMOE_FORWARD_ARGS_INIT;
     args.saved = s->saved;
     args.saved_size = all->saved_bytes;
@@ -326,7 +365,7 @@ bool experts_counts(const block *b, int64_t tokens, int32_t *plain, int32_t *rou
 {
     smoe_plan_view view = SMOE_PLAN_VIEW_INIT;
     train_device *dv = b->frame->device;
-    if (!experts_view(b, tokens, &view, err)) return false;
+    if (!experts_view(b, tokens, b->frame->routing, &view, err)) return false;
     const size_t bytes = (size_t)b->frame->config->experts * sizeof *plain;
     dv->ops->download(dv, plain, view.topk_counts, bytes);
     dv->ops->download(dv, routed, view.counts, bytes);
@@ -348,6 +387,8 @@ const block_kind experts_block = {
     .active = active,
     .place = place,
     .place_constants = place_constants,
+    .place_quantized = place_quantized,
+    .quantize = quantize,
     .place_scratch = place_scratch,
     .fill = fill,
     .kept_for_log = kept_for_log,

@@ -8,9 +8,10 @@
 
 extern const block_kind experts_block;
 
-/* What the last training pass of `tokens` tokens has left of one such block. Fills view with pointers to its
- * plan, on the device. */
-bool experts_view(const block *b, int64_t tokens, smoe_plan_view *view, error *err);
+/* What the last pass of a model for training, of `tokens` tokens, has left of one such block. Fills view with
+ * pointers to its plan, on the device. */
+bool experts_view(const block *b, int64_t tokens, const train_routing *routing, smoe_plan_view *view,
+                  error *err);
 
 /* Copies to the host the row counts of all experts (E), under plain top-K and as routed. Waits for the
  * device. */

@@ -32,6 +32,7 @@ bool model_layer_forward(model *m, const block_pass *p, int64_t layer, error *er
     for (int64_t i = MODEL_BRANCHES * layer; i < MODEL_BRANCHES * (layer + 1); i++) {
         block *b = &m->blocks[i];
         norm_between(m, i, p->rows);
+        if (p->quantizes && b->kind->quantize && !b->kind->quantize(b, err)) return false;
         if (!b->kind->forward(b, p, b[1].x, err)) return false;
     }
     return true;
@@ -75,12 +76,15 @@ static bool read_loss(model *m, double *loss, error *err)
     return m->device->ops->finish(m->device, err);
 }
 
-bool model_loss(model *m, const model_batch *batch, const train_routing *routing, double *loss, error *err)
+bool model_loss(model *m, const model_batch *batch, const train_routing *routing, smoe_compute compute,
+                double *loss, error *err)
 {
     const block_pass pass = {.sequences = batch->sequences,
                              .length = batch->length,
                              .rows = batch->sequences * batch->length,
-                             .routing = routing ? routing : &plain_routing};
+                             .routing = routing ? routing : &plain_routing,
+                             .compute = compute,
+                             .quantizes = compute != SMOE_COMPUTE_STORAGE};
     load_pass(m, batch);
     if (!decoder(m, &pass, err)) return false;
     head_loss(&m->head, m->losses, m->blocks[blocks_of(m)].h, NULL, m->batch.targets, pass.rows, pass.rows,
@@ -120,6 +124,8 @@ void model_begin_forward(model *m, block_pass *pass, int64_t part, bool add)
                          .rows = m->frame.rows,
                          .part = part,
                          .routing = &m->pass_routing,
+                         .compute = m->frame.compute,
+                         .quantizes = m->frame.compute != SMOE_COMPUTE_STORAGE && part == 0,
                          .add = add || (part > 0 && !m->weights.sharded)};
     weights_begin_pass(&m->weights);
     head_embed(&m->head, m->blocks[0].x, &m->batch, pass->rows);

@@ -18,6 +18,11 @@
 enum { RECOMPUTE_NAMES = RECOMPUTE_LAYERS + 1 };
 extern const char *const model_recompute_names[RECOMPUTE_NAMES];
 
+/* What --compute may be, for experts in training passes: as the device's type, F8, F8_DGRAD. */
+enum { COMPUTE_NAMES = 3 };
+extern const char *const model_compute_names[COMPUTE_NAMES];
+extern const smoe_compute model_computes[COMPUTE_NAMES];
+
 typedef struct model_options {
     int64_t sequences; // most sequences of a pass, each of up to config.context tokens
     int64_t parts;     // passes whose gradients are added up for one step (micro-batches); 0: 1
@@ -25,9 +30,10 @@ typedef struct model_options {
         *routing; // of the training passes (its step may change before each); NULL: plain top-K
     model_use use;
     model_recompute recompute;
-    int32_t chunks;  // column chunks of the experts (smoe.h): less scratch, the same bits; 0: 1
-    bool one_layer;  // the gradients of one layer exist at a time (weights.h); one part
-    bool sharded;    // as weights.h has it, with any number of parts
+    smoe_compute compute; // of the experts in training passes
+    int32_t chunks;       // column chunks of the experts (smoe.h): less scratch, the same bits; 0: 1
+    bool one_layer;       // the gradients of one layer exist at a time (weights.h); one part
+    bool sharded;         // as weights.h has it, with any number of parts
     int rank, ranks; // this model has parts [rank parts, (rank + 1) parts) of the ranks * parts passes of a
                      // step; 0: 1
 } model_options;
@@ -35,13 +41,14 @@ typedef struct model_options {
 /* Bytes on the device, by what they are for. */
 typedef struct model_bytes {
     size_t weights, gradients, layers; // layers: what they keep from forward to backward
+    size_t quantized;                  // weights in e4m3
     size_t turns;                      // used by head, layers and backward at different times
     size_t rest;
 } model_bytes;
 
 static inline size_t model_bytes_sum(const model_bytes *b)
 {
-    return b->weights + b->gradients + b->layers + b->turns + b->rest;
+    return b->weights + b->quantized + b->gradients + b->layers + b->turns + b->rest;
 }
 
 /* The gradient's norm, squared; and from SCALAR_SHARED on a step's values that ranks add up (run/step.h). */
@@ -91,8 +98,9 @@ bool model_measure(model *m, train_device *device, const model_config *config, c
                    error *err);
 
 /* Loss of a batch: the mean in nats, without auxiliary losses. Gradients are not changed. `routing` NULL:
- * plain top-K, as for validation. */
-bool model_loss(model *m, const model_batch *batch, const train_routing *routing, double *loss, error *err);
+ * plain top-K, as for validation. `compute`: that of the options, or SMOE_COMPUTE_STORAGE. */
+bool model_loss(model *m, const model_batch *batch, const train_routing *routing, smoe_compute compute,
+                double *loss, error *err);
 
 /* Runs tokens [first, first + count) of one sequence. Earlier passes must have run the tokens before `first`.
  * logits (vocab) on the host receive the prediction of the token after the last one. Only for

@@ -11,6 +11,9 @@
 #include <stdlib.h>
 
 const char *const model_recompute_names[RECOMPUTE_NAMES] = {"none", "norms", "norms-qk", "layers"};
+const char *const model_compute_names[COMPUTE_NAMES] = {"bf16", "f8", "f8-dgrad"};
+const smoe_compute model_computes[COMPUTE_NAMES] = {SMOE_COMPUTE_STORAGE, SMOE_COMPUTE_F8,
+                                                    SMOE_COMPUTE_F8_DGRAD};
 
 enum { ATTENTION, EXPERTS, DENSE, KINDS };
 
@@ -231,6 +234,9 @@ static size_t place(model *m, arena *a)
     size_t start = 0;
     w->params = arena_values(a, m->device->type, (int64_t)w->layout.total);
     m->bytes.weights = since(&start, a);
+    for (int64_t i = 0; i < MODEL_BRANCHES * m->config.layers; i++)
+        if (m->blocks[i].kind->place_quantized) m->blocks[i].kind->place_quantized(&m->blocks[i], a);
+    m->bytes.quantized = since(&start, a);
     if (m->frame.use == MODEL_TRAIN) w->grads = arena_values(a, m->device->grad_type, weights_grads(w));
     m->bytes.gradients = since(&start, a);
     place_layers(m, a);
@@ -328,6 +334,7 @@ static void describe(model *m, train_device *device, const model_config *config,
     m->frame = (block_frame){.config = &m->config,
                              .weights = &m->weights,
                              .routing = &m->routing,
+                             .compute = o->use == MODEL_TRAIN ? o->compute : SMOE_COMPUTE_STORAGE,
                              .use = o->use,
                              .recompute = o->recompute,
                              .sequences = o->sequences,

@@ -9,10 +9,11 @@
 typedef struct model_weights {
     train_device *device;
     param_layout layout;
-    void *params; // (layout.total), the device's type: what passes read
-    float *host;  // `params` on the CPU; else NULL
-    void *grads;  // (layout.total), grad_type; NULL without training. With one_layer: of the weights before
-                  // the layers' matrices, then of those after them
+    void *params;         // (layout.total), the device's type: what passes read
+    float *host;          // `params` on the CPU; else NULL
+    const float *masters; // the optimiser's, in the same layout; NULL: none, or not all are here
+    void *grads; // (layout.total), grad_type; NULL without training. With one_layer: of the weights before
+                 // the layers' matrices, then of those after them
     bool one_layer, sharded; // sharded: every pass writes all gradients anew, and those of two layers exist
                              // at a time, in turns, because one leaves while the next is computed
     void *layer_grads;       // with one_layer: of the matrices of a layer, or of two

@@ -21,7 +21,7 @@
 enum {
     PATH_BYTES = FILE_PATH_BYTES,
     COUNTERS = 7,
-    VALUES = 22,
+    VALUES = 23,
     MARKS = 3,
     MOST_PAIRS = COUNTERS + VALUES + MARKS + 1
 };
@@ -49,6 +49,7 @@ static const struct {
                     {"option.balance", offsetof(train_state, recipe.balance)},
                     {"option.z-loss", offsetof(train_state, recipe.z_loss)},
                     {"option.bias-rate", offsetof(train_state, recipe.bias_rate)},
+                    {"option.compute", offsetof(train_state, recipe.compute)},
                     {"option.evaluations", offsetof(train_state, recipe.evaluations)},
                     {"option.evaluation-tokens", offsetof(train_state, recipe.evaluation_tokens)},
                     {"option.last-evaluation-tokens", offsetof(train_state, recipe.last_evaluation_tokens)}};

@@ -28,6 +28,7 @@ typedef struct train_recipe {
     double lr, end_lr, warmup, beta1, beta2, weight_decay, clip;
     double rounding, tile, balance, z_loss, bias_rate; // rounding: a smoe_rounding
     double evaluations, evaluation_tokens, last_evaluation_tokens;
+    double compute; // a smoe_compute
 } train_recipe;
 
 /* The counters of the training loop, and what the next line of the log needs. The values after loss_bytes

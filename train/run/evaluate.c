@@ -11,13 +11,13 @@ typedef struct pass_memory {
 
 /* Runs one pass on the tokens in `memory` and adds its losses. */
 static bool add_pass(evaluation *result, model *m, const tokens *data, const pass_memory *memory,
-                     int64_t sequences, int64_t length, error *err)
+                     int64_t sequences, int64_t length, smoe_compute compute, error *err)
 {
     const model_batch batch = {memory->inputs, memory->targets, sequences, length};
     double loss;
-    if (!model_loss(m, &batch, NULL, &loss, err)) return false;
+    if (!model_loss(m, &batch, NULL, compute, &loss, err)) return false;
     result->loss += loss * (double)(sequences * length); // the sum, until run() divides it
-    result->tokens += sequences * length;
+    result->tokens += result->rows = sequences * length;
     result->bytes += tokens_bytes(data, memory->targets, sequences * length);
     return true;
 }
@@ -36,7 +36,7 @@ static bool add_windows(evaluation *result, model *m, const tokens *data, int64_
         for (int64_t i = 0; i < sequences; i++)
             tokens_window(data, (first + i) * windows / count, 1, memory->inputs + i * context,
                           memory->targets + i * context);
-        if (!add_pass(result, m, data, memory, sequences, context, err)) return false;
+        if (!add_pass(result, m, data, memory, sequences, context, watch->compute, err)) return false;
         if (watch->pass)
             watch->pass(watch->user, (double)(first + sequences - begin) / (double)(end - begin));
     }
@@ -49,7 +49,7 @@ static bool sum_ranks(evaluation *result, model *m, train_comm *comm, error *err
     double sums[4] = {result->loss, (double)result->tokens, (double)result->bytes, result->stopped};
     static_assert(SCALARS >= 4, "they have room in the model's scalars");
     if (!comm_sum(comm, m->scalars, sums, 4, err)) return false;
-    *result = (evaluation){sums[0], (int64_t)sums[1], (int64_t)sums[2], sums[3] > 0.0};
+    *result = (evaluation){sums[0], (int64_t)sums[1], (int64_t)sums[2], sums[3] > 0.0, result->rows};
     return true;
 }
 
@@ -66,7 +66,7 @@ static bool run(evaluation *result, model *m, const tokens *data, int64_t most, 
         return false;
     if (all && rest > 0 && !result->stopped && rank + 1 == ranks) {
         tokens_rest_window(data, memory->inputs, memory->targets);
-        if (!add_pass(result, m, data, memory, 1, rest, err)) return false;
+        if (!add_pass(result, m, data, memory, 1, rest, watch->compute, err)) return false;
     }
     if (watch->comm && !sum_ranks(result, m, watch->comm, err)) return false;
     result->loss = result->stopped ? (double)NAN : result->loss / (double)result->tokens;

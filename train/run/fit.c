@@ -17,9 +17,8 @@ enum { CHOICES = sizeof choices / sizeof *choices };
 
 static bool measured_bytes(size_t *bytes, model *m, const model_options *options, bool clips, error *err)
 {
-    const model_bytes *b = &m->bytes;
     shards sh;
-    *bytes = b->weights + b->gradients + b->layers + b->turns + b->rest;
+    *bytes = model_bytes_sum(&m->bytes);
     if (!options->sharded) {
         *bytes += optimizer_bytes(m, NULL);
         return true;

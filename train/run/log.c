@@ -46,7 +46,9 @@ static bool parse_line(const char *text, size_t size, log_line *line)
                            .lr = real_of(object, "lr"),
                            .grad_norm = real_of(object, "grad_norm"),
                            .routing = {real_of(object, "added"), real_of(object, "dropped"),
-                                       real_of(object, "emptied"), real_of(object, "busiest")}};
+                                       real_of(object, "emptied"), real_of(object, "busiest")},
+                           .f8 = {real_of(object, "val_loss_f8"), real_of(object, "a_amax"),
+                                  real_of(object, "a_zeros"), real_of(object, "a_subnormals")}};
     json_decref(object);
     return done;
 }
@@ -125,6 +127,10 @@ bool log_write(train_log *log, const log_line *line, error *err)
         set_finite(object, "dropped", line->routing.dropped);
         set_finite(object, "emptied", line->routing.emptied);
         set_finite(object, "busiest", line->routing.busiest);
+        set_finite(object, "val_loss_f8", line->f8.loss);
+        set_finite(object, "a_amax", line->f8.amax);
+        set_finite(object, "a_zeros", line->f8.zeros);
+        set_finite(object, "a_subnormals", line->f8.subnormals);
     }
     bool done = object && json_dumpf(object, log->file, JSON_COMPACT | JSON_REAL_PRECISION(9)) == 0 &&
                 fputc('\n', log->file) != EOF && fflush(log->file) == 0;

@@ -3,6 +3,7 @@
 #define TRAIN_LOG_H
 
 #include "base/error.h"
+#include "train/run/f8_report.h"
 #include "train/run/routing_report.h"
 
 #include <stdbool.h>
@@ -22,6 +23,7 @@ typedef struct log_line {
     double lr, grad_norm;   // of the last step, NAN (null in the file): not known; grad_norm is taken before
                             // clipping
     routing_report routing; // of the last pass; NAN (no such key) when not known
+    f8_report f8;           // of the validation; likewise
 } log_line;
 
 typedef struct train_log train_log;

@@ -76,13 +76,17 @@ static bool allocate(optimizer *o, error *err)
 bool optimizer_create(optimizer *o, model *m, const shards *sh, error *err)
 {
     *o = describe(m, sh);
-    if (allocate(o, err)) return true;
+    if (allocate(o, err)) {
+        if (!sh) m->weights.masters = o->arrays.master;
+        return true;
+    }
     optimizer_destroy(o);
     return false;
 }
 
 void optimizer_destroy(optimizer *o)
 {
+    if (o->model) o->model->weights.masters = NULL;
     if (o->memory) o->model->device->ops->release(o->model->device, o->memory);
     *o = (optimizer){0};
 }

@@ -175,7 +175,9 @@ static bool write_line(train_loop *r, const evaluation *part, error *err)
                          .tokens_per_s = (double)trained.tokens / (now->elapsed - now->line_elapsed),
                          .lr = now->lr,
                          .grad_norm = now->grad_norm,
-                         .routing = now->routing};
+                         .routing = now->routing,
+                         .f8 = r->f8};
+    r->f8 = f8_report_none;
     train_loop_begin_line(now);
     if (r->log && !log_write(r->log, &r->line, err)) return false;
     if (!isnan(part->loss)) r->val_loss = part->loss;
@@ -188,14 +190,31 @@ static void report_pass(void *user, double share)
     report(user, share, NULL);
 }
 
+/* The same validation with fp8. A stop is one of both. */
+static bool validate_f8(train_loop *r, int64_t windows, evaluation_watch watch, evaluation *result,
+                        error *err)
+{
+    evaluation found;
+    watch.compute = r->settings->compute;
+    if (!evaluate(&found, &r->model, r->data, windows, &watch, err)) return false;
+    if (found.stopped) {
+        *result = found;
+        return true;
+    }
+    r->f8.loss = found.loss;
+    return f8_report_read(&r->f8, &r->model, found.rows, err);
+}
+
 /* Validates on `count` tokens, in whole windows. */
 static bool validate(train_loop *r, int64_t count, evaluation *result, error *err)
 {
     int64_t context = r->settings->config.context, windows = (count + context - 1) / context;
-    const evaluation_watch watch = {r->settings->stop, report_pass, r, r->comm};
+    const evaluation_watch watch = {r->settings->stop, report_pass, r, r->comm, SMOE_COMPUTE_STORAGE};
     r->staged = -1; // the windows overwrite the prepared batch
     step_settle(&r->step);
-    return evaluate(result, &r->model, r->data, windows, &watch, err);
+    if (!evaluate(result, &r->model, r->data, windows, &watch, err)) return false;
+    if (result->stopped || r->settings->compute == SMOE_COMPUTE_STORAGE) return true;
+    return validate_f8(r, windows, watch, result, err);
 }
 
 /* Writes the line of the last step, after a validation if one is wanted. A stop during the validation leaves
@@ -289,6 +308,7 @@ bool train_run(const train_settings *settings, train_observer observer, void *us
                     .val_loss = NAN, // not known until a validation
                     .state = {.lr = NAN, .grad_norm = NAN, .routing = routing_report_none},
                     .line = {.loss = NAN},
+                    .f8 = {NAN, NAN, NAN, NAN},
                     .lock = -1,
                     .staged = -1};
     *result = (train_result){0};

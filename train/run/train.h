@@ -37,6 +37,8 @@ struct train_settings {
     model_config config;
     device_options device;
     model_recompute recompute;
+    smoe_compute compute;             // of the experts in training; with fp8 validations are made twice,
+                                      // the losses that count are those in 16 bits
     int32_t chunks;                   // column chunks of the experts
     bool keep_recompute, keep_chunks; // they stay as they are, even if the run does not fit (fit.h)
     const char *const *paths;         // files and folders of text, or token files

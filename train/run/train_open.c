@@ -105,6 +105,7 @@ static train_recipe recipe_of(const train_settings *s, const validation_plan *pl
                           .balance = (double)s->routing.balance_coefficient,
                           .z_loss = (double)s->routing.z_coefficient,
                           .bias_rate = (double)s->routing.bias_rate,
+                          .compute = (double)s->compute,
                           .evaluations = (double)plan->count,
                           .evaluation_tokens = (double)plan->tokens,
                           .last_evaluation_tokens = (double)plan->last};
@@ -297,6 +298,7 @@ static bool make_model(train_loop *r, error *err)
                              .routing = &routing,
                              .use = MODEL_TRAIN,
                              .recompute = s->recompute,
+                             .compute = s->compute,
                              .chunks = s->chunks,
                              .one_layer = step_takes_layers(s->clip, s->parts),
                              .sharded = r->comm != NULL,

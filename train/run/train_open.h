@@ -5,6 +5,7 @@
 #include "train/data/tokens.h"
 #include "train/run/average.h"
 #include "train/run/carried.h"
+#include "train/run/f8_report.h"
 #include "train/run/log.h"
 #include "train/run/step.h"
 #include "train/run/train.h"
@@ -35,6 +36,7 @@ typedef struct train_loop {
     double started;      // the clock when state.elapsed was elapsed_before
     double elapsed_before;
     validation_plan plan;
+    f8_report f8;            // of the validation whose line is next
     double val_loss;         // newest
     log_line line;           // newest
     average step_seconds;    // of the last steps
