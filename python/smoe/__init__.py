@@ -21,6 +21,7 @@ _TORCH_NAMES = {
     "MoEOutput": "functional",
     "MoE": "module",
     "LoRA": "_lora",
+    "quantize_weights": "_f8",
 }
 
 __all__ = ["Gate", "__version__", "build_info", "native", *_TORCH_NAMES]

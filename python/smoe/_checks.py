@@ -125,9 +125,10 @@ def why_not(x: Tensor, *weights: Tensor | None, casts: bool = False) -> str:
 
 def experts(
     function: str, name: str, x: Any, w1: Any, b1: Any, w2: Any, b2: Any, activation: str | Gate,
-    gradient_dtype: torch.dtype | None, copy_weights: bool = False,
+    gradient_dtype: torch.dtype | None, copy_weights: bool = False, weight_dtypes: Collection[torch.dtype] = (),
 ) -> None:  # fmt: skip
-    """The checks that all three entries share. `name` is the name of the argument x in the function's signature."""
+    """The checks that all three entries share. `name` is the name of the argument x in the function's signature. w1 and w2
+    may also have one of weight_dtypes."""
     if torch.jit.is_tracing():  # every call comes here then, because the tracer makes each size a new tensor
         raise NotImplementedError(f"{function}: torch.jit.trace is not supported; use torch.compile or torch.export")
     biases = [(label, bias) for label, bias in (("b1", b1), ("b2", b2)) if bias is not None]
@@ -147,7 +148,8 @@ def experts(
         shape(function, label, bias, *expected[label])
     for label, value in (("w1", w1), ("w2", w2), *biases):
         device(function, label, value, x)
-        dtype(function, label, value, (x.dtype,), f", the dtype of {name}")
+        if label not in ("w1", "w2") or value.dtype not in weight_dtypes:
+            dtype(function, label, value, (x.dtype,), f", the dtype of {name}")
         if not copy_weights or label in ("b1", "b2"):
             contiguous(function, label, value)
     if gradient_dtype not in (None, x.dtype, torch.float32):
@@ -241,4 +243,4 @@ def module(
     logits_dtype(function, options["logits_dtype"])
     of_layer = {name: value for name, value in options.items() if name in _record.OPTIONS}
     sizes = dict(hidden=hidden_size, intermediate=intermediate_size, experts=num_experts, topk=top_k)
-    _record.record(function, **sizes, **of_layer)
+    _record.record(function, **sizes, **of_layer, compute=options["compute"] or "storage")

@@ -134,6 +134,11 @@ class Context:
             raise native.last_error(self.handle, status)
         return view
 
+    def quantize_weights(self, layer: int, arguments: int) -> None:
+        status = native.library.smoe_quantize_weights(self.handle, layer, arguments, self.stream())
+        if status:
+            raise native.last_error(self.handle, status)
+
     def update_selection_bias(self, layer: int, counts: int, bias: int, gamma: float) -> None:
         status = native.library.smoe_update_selection_bias(self.handle, layer, counts, bias, gamma, self.stream())
         if status:

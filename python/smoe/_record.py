@@ -26,6 +26,7 @@ _NAMES = tuple(name for name, _, _ in _FIELDS)
 _ENUMS = {
     "smoe_activation": native.ACTIVATIONS, "smoe_layout": native.LAYOUTS, "smoe_entry": native.ENTRIES,
     "smoe_type": native.TYPES, "smoe_score": native.SCORES, "smoe_rounding": native.ROUNDINGS,
+    "smoe_compute": native.COMPUTES,
 }  # fmt: skip
 # Fields that follow from a call's tensors, or that the adapters of this package set
 _OF_CALL = (
@@ -42,6 +43,7 @@ class Bounds(NamedTuple):
     saved_constant: int
     saved_token: int
     reads_logits: bool  # in the backward, also if no loss has a coefficient or a gradient
+    weights_f8: int  # bytes, 0 without fp8
 
     def saved(self, tokens: int) -> int:
         """Bytes to allocate as `saved`. At least what the library asks for; affine in `tokens`, which may be symbolic."""
@@ -60,7 +62,7 @@ def bounds(record: Record) -> Bounds:
         sizes = native.query_sizes(context, made)
     finally:
         native.library.smoe_destroy(context)
-    return Bounds(sizes.saved_constant_bytes, sizes.saved_token_bytes, bool(sizes.backward_reads_logits))
+    return Bounds(sizes.saved_constant_bytes, sizes.saved_token_bytes, bool(sizes.backward_reads_logits), sizes.weights_f8_bytes)
 
 
 def check(function: str, record: Record) -> None:

@@ -79,5 +79,5 @@ def moe(
     return functional.MoEOutput(out, logits if made is None else made, losses_, counts_)
 
 
-_GIVEN = ["logits", "router_bias", "selection_bias", "token_mask", "b1", "b2", "step", *HUGGING_FACE]
+_GIVEN = ["logits", "router_bias", "selection_bias", "token_mask", "b1", "b2", "step", "compute", "weights_f8", *HUGGING_FACE]
 _OPTIONS = {name: default for name, default in functional.moe.__kwdefaults__.items() if name not in _GIVEN}

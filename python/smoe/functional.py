@@ -110,6 +110,8 @@ def experts(
     gradient_dtype: torch.dtype | None = None,
     copy_weights: bool = False,
     lora: "LoRA | Sequence[LoRA] | None" = None,
+    compute: str | None = None,
+    weights_f8: Tensor | None = None,
 ) -> Tensor:
     """The experts on given routing: out[t] = sum over k of weights[t, k] expert[ids[t, k]](x[t]), (T, H).
 
@@ -121,7 +123,18 @@ def experts(
     copy_weights: True lets w1 and w2 have any strides. If they are not contiguous, the forward and the backward each
     make a contiguous copy of them and free it.
     lora: an smoe.LoRA, or several whose terms add up. Not with gradient_dtype.
+    compute: "f8" (experimental): the GEMMs multiply e4m3 numbers, for H and I that are multiples of 16; "f8_dgrad": all but
+    those of the weights' gradients. weights_f8: smoe.quantize_weights(w1, w2), or None: made by each call. w1 and w2 may then
+    be float32 beside a bfloat16 x. Not with lora.
     """
+    if compute is not None or weights_f8 is not None:
+        if lora is not None:
+            raise ValueError("smoe.experts: lora is given with compute or weights_f8; expected one of them")
+        from . import _f8
+
+        return _f8.experts(
+            x, ids, weights, w1, w2, b1, b2, compute, weights_f8, activation, layout, chunks, gradient_dtype, copy_weights
+        )
     if lora is not None:
         return _experts_with_lora(
             x, ids, weights, w1, w2, b1, b2, activation, layout, chunks, gradient_dtype, copy_weights, lora
@@ -256,12 +269,13 @@ def experts_rows(
 
 def moe_record(
     function: str, given: tuple, experts: int, activation: str | Gate, balance_coefficient: float, z_coefficient: float,
-    losses: bool, counts: bool, logits_dtype: torch.dtype, gradient_dtype: torch.dtype | None, **options,
+    losses: bool, counts: bool, logits_dtype: torch.dtype, gradient_dtype: torch.dtype | None,
+    weight_dtypes: Sequence[torch.dtype] = (), **options,
 ) -> Record:  # fmt: skip
     """Checks the arguments of `function`, whose router has so many experts. `given` are the tensors in the operators' order,
     `options` the other fields of the record."""
     x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2 = given
-    _checks.experts(function, "x", x, w1, b1, w2, b2, activation, gradient_dtype)
+    _checks.experts(function, "x", x, w1, b1, w2, b2, activation, gradient_dtype, False, weight_dtypes)
     _checks.router(function, x, experts, router_weight, logits, router_bias, selection_bias)
     if token_mask is not None:
         _checks.token_mask(function, token_mask, x)
@@ -309,6 +323,8 @@ def moe(
     n_group: int | None = None,
     topk_group: int | None = None,
     routed_scaling_factor: float | None = None,
+    compute: str | None = None,
+    weights_f8: Tensor | None = None,
 ) -> MoEOutput:
     """Router and experts in one call; see MoEOutput for what comes back.
 
@@ -323,6 +339,7 @@ def moe(
     The backward itself adds the gradient of balance_coefficient losses[0] + z_coefficient losses[1], whatever the caller's
     loss is multiplied by; the gradient that reaches the returned losses is added too. For a loss of your own on the logits
     compute them outside and pass `logits`.
+    compute and weights_f8 are those of smoe.experts.
     top_k, norm_topk_prob, n_group, topk_group and routed_scaling_factor are Hugging Face's names of topk, renormalize,
     groups, groups_kept and route_scale; one that is given counts.
     """
@@ -336,6 +353,15 @@ def moe(
         groups_kept = topk_group
     if routed_scaling_factor is not None:
         route_scale = routed_scaling_factor
+    if compute is not None or weights_f8 is not None:
+        from . import _f8
+
+        return _f8.moe(
+            (x, router_weight, router_bias, logits, selection_bias, token_mask, b1, b2), w1, w2, compute, weights_f8, step,
+            balance_coefficient, z_coefficient, losses, counts, gradient_dtype, logits_dtype, activation=activation, topk=topk,
+            layout=layout, chunks=chunks, score=score, renormalize=renormalize, groups=groups, groups_kept=groups_kept,
+            route_scale=route_scale, rounding=rounding, tile=tile, seed=seed,
+        )  # fmt: skip
     traced = torch.compiler.is_dynamo_compiling()
     if traced or _any_autocast():
         x, router_weight, router_bias, w1, b1, w2, b2 = _autocast(x, router_weight, router_bias, w1, b1, w2, b2)

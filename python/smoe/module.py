@@ -9,7 +9,7 @@ from ._activation import Gate
 from ._record import HUGGING_FACE
 
 # What smoe.moe takes by name, with the default, without what forward() gives it and without Hugging Face's names.
-_GIVEN = ["topk", "logits", "router_bias", "selection_bias", "token_mask", "b1", "b2", "step", "losses", "counts", *HUGGING_FACE]
+_GIVEN = ["topk", "logits", "router_bias", "selection_bias", "token_mask", "b1", "b2", "step", "losses", "counts", "weights_f8", *HUGGING_FACE]
 _OPTIONS = {name: default for name, default in functional.moe.__kwdefaults__.items() if name not in _GIVEN}
 
 
@@ -80,9 +80,22 @@ class _Experts(nn.Module):
             found = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in found.items()}
         return found
 
+    def __setattr__(self, name, value) -> None:
+        """Forgets quantised weights. fully_shard sets the weights of every forward here, with a counter that does not count."""
+        self.__dict__.pop("_smoe_f8", None)
+        super().__setattr__(name, value)
+
+    def _quantized(self, w1: Tensor, w2: Tensor, activation: str | Gate = "swiglu", layout: str = "concatenated", **_) -> Tensor:
+        from . import _f8
+
+        return _f8.of_module(self, w1, w2, activation=activation, layout=layout)
+
     def compute(self, x: Tensor, router_weight: Tensor | None, **options) -> functional.MoEOutput:
         if self.ep is None:
-            return functional.moe(x, router_weight, **self.weights(), **options)
+            given = self.weights()
+            if options.get("compute") is not None:
+                given["weights_f8"] = self._quantized(given["w1"], given["w2"], **options)
+            return functional.moe(x, router_weight, **given, **options)
         from . import ep
 
         return ep.moe(x, router_weight, **self.weights(), group=self.ep, **options)
@@ -100,6 +113,8 @@ class _Experts(nn.Module):
         """x (T, H) and the router's logits (T, E) to out (T, H), or to an smoe.MoEOutput with `losses` or `counts`."""
         held = self.__dict__.get("_smoe_lora")  # by smoe.peft
         if held:
+            if options.pop("compute", None) is not None:
+                raise NotImplementedError("smoe.MoE: compute is set, which LoRA does not have")
             from . import _lora, peft
 
             adapters = peft.adapters_of(self, held)
@@ -123,7 +138,8 @@ class MoE(nn.Module):
 
     `options` are those of smoe.moe that do not change from call to call: activation, layout, score, renormalize, groups,
     groups_kept, route_scale, rounding, tile, seed, balance_coefficient, z_coefficient, chunks, logits_dtype, gradient_dtype,
-    also by Hugging Face's names. bias, router_bias and selection_bias give the experts, the router and the selection a bias.
+    compute, also by Hugging Face's names. With compute="f8" the weights are quantised when they have changed, which PyTorch's
+    version counter tells: writing through `.data` needs forget_quantized(). bias, router_bias and selection_bias give the experts, the router and the selection a bias.
     With `ep`, an smoe.ep.Group, the module has all of the router and this rank's experts; a seed gives the weights of the whole layer.
     """
 
@@ -152,6 +168,8 @@ class MoE(nn.Module):
         _checks.module("smoe.MoE", hidden_size, intermediate_size, num_experts, top_k, flags, every)
         if ep and num_experts % ep.size:
             raise ValueError(f"smoe.MoE: num_experts is {num_experts}; expected a multiple of the {ep.size} ranks of ep")
+        if ep and every["compute"] is not None:
+            raise NotImplementedError(f"smoe.MoE: compute is {every['compute']!r}, which ep does not have")
         super().__init__()
         self.hidden_size, self.intermediate_size, self.num_experts = hidden_size, intermediate_size, num_experts
         self.top_k, self.options, self.initializer_range = top_k, options, initializer_range
@@ -213,6 +231,10 @@ class MoE(nn.Module):
         if isinstance(found, Tensor):
             return functional.MoEOutput(found, logits, None, None)
         return functional.MoEOutput(*found)
+
+    def forget_quantized(self) -> None:
+        """The next forward quantises the weights again (compute)."""
+        self.experts.__dict__.pop("_smoe_f8", None)
 
     def update_selection_bias(self, counts: Tensor, gamma: float = 1e-3) -> None:
         """The aux-free bias update, to be called after an optimizer step. `counts` are those of forward(counts=True),

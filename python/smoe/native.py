@@ -58,6 +58,7 @@ LAYOUTS = _values("smoe_layout")
 ENTRIES = _values("smoe_entry")
 SCORES = _values("smoe_score")
 ROUNDINGS = _values("smoe_rounding")
+COMPUTES = _values("smoe_compute")
 
 # ---- structs ----
 
@@ -88,6 +89,7 @@ Sizes = STRUCTS["smoe_sizes"]
 ForwardArgs = STRUCTS["smoe_forward_args"]
 BackwardArgs = STRUCTS["smoe_backward_args"]
 PlanView = STRUCTS["smoe_plan_view"]
+QuantizeArgs = STRUCTS["smoe_quantize_args"]
 EpOptions = STRUCTS["smoe_ep_options"]
 
 # ---- functions ----

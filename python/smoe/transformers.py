@@ -9,12 +9,14 @@ With Transformers 5.23 or later it also registers ep_implementation="smoe" (smoe
 """
 
 import ctypes
+import functools
 import inspect
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from packaging.version import Version  # a requirement of Transformers
@@ -172,9 +174,11 @@ if "peft" in sys.modules:
     _use_peft()
 
 
-def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, compute: str | None = None
+) -> Tensor:
     """The function behind experts_implementation="smoe": hidden_states (T, H), ids and weights (T, K) to (T, H) in the dtype
-    of hidden_states."""
+    of hidden_states. `compute` is that of smoe.experts: "smoe_f8" and "smoe_f8_dgrad" give it."""
     held = self.__dict__.get("_smoe_lora")  # by smoe.peft
     if "parametrizations" in self._modules and "peft" in sys.modules:
         _use_peft()  # PEFT was imported after this module: of this call alone it has built the weights
@@ -197,9 +201,20 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         top_k_index, w1, b1, w2, b2 = _gather_experts(top_k_index, w1, b1, w2, b2)
     out = functional.experts(
         hidden_states, top_k_index, top_k_weights, w1, w2, b1=b1, b2=b2, activation=activation, layout=layout,
-        copy_weights=transposed, lora=sys.modules["smoe.peft"].adapters_of(self, held) if held else None,
+        copy_weights=transposed, compute=compute, weights_f8=_quantized(self, w1, w2, activation, layout) if compute else None,
+        lora=sys.modules["smoe.peft"].adapters_of(self, held) if held else None,
     )  # fmt: skip
     return out.to(hidden_states.dtype)  # under autocast too, as Transformers' own experts functions do
+
+
+def _quantized(experts: nn.Module, w1: Tensor, w2: Tensor, activation: str | Gate, layout: str) -> Tensor | None:
+    """The quantised weights that the module keeps. None: smoe.experts makes them, of weights that are no parameters (a view, a
+    part), and in a process group, because fully_shard fills a parameter without counting that."""
+    from . import _f8
+
+    if not (isinstance(w1, nn.Parameter) and isinstance(w2, nn.Parameter)) or dist.is_available() and dist.is_initialized():
+        return None
+    return _f8.of_module(experts, w1, w2, activation=activation, layout=layout)
 
 
 # ---- weights stored [E, H, 2I], [E, I, H] (gpt-oss) ----
@@ -239,6 +254,8 @@ def _quantized_forward(self: nn.Module, *arguments: Tensor) -> Tensor:
 
 
 ALL_EXPERTS_FUNCTIONS.register("smoe", experts_forward)
+for _compute in ("f8", "f8_dgrad"):
+    ALL_EXPERTS_FUNCTIONS.register(f"smoe_{_compute}", functools.partial(experts_forward, compute=_compute))
 ALL_FP8_EXPERTS_FUNCTIONS.register("smoe", _quantized_forward)
 
 # ---- smoe's own model type ----
