@@ -1,5 +1,5 @@
-"""What docs/peers.md shows of the records: of every suite the newest commit that has it, one number a cell. This module
-needs no torch."""
+"""What docs/peers.md shows of the records: of every suite the newest commit that has it, and older ones for the layers that
+it lacks, one number a cell. This module needs no torch."""
 
 from .records import SETTLE_S, settle_of
 from .tables import BASE, MIB, best, geometric_mean, grouped, mean_of, ratio
@@ -23,11 +23,19 @@ def _suite(record):
 
 
 def _newest_enough(records):
-    """The records of the newest commit that has most of the layers."""
+    """The records of the newest commit that has most of the layers; the layers that it lacks from older commits."""
     by_commit = grouped(sorted(records, key=lambda record: record["date"]), lambda record: record["commit"])
     layers = {commit: len({record["shape"] for record in some}) for commit, some in by_commit.items()}
     enough = [commit for commit, count in layers.items() if count >= ENOUGH * max(layers.values())]
-    return by_commit[enough[-1]] if enough else []
+    found = []
+    for commit in list(by_commit)[list(by_commit).index(enough[-1])::-1] if enough else []:
+        have = {record["shape"] for record in found}
+        found += [record for record in by_commit[commit] if record["shape"] not in have]
+    return found
+
+
+def _commits(records):
+    return ", ".join(dict.fromkeys(record["commit"][:7] for record in records))
 
 
 def chosen(records):
@@ -91,7 +99,7 @@ def _what(suite, part, routing):
 
 
 def _suites(found):
-    rows = [[_what(*key[:3]), str(len({r["shape"] for r in theirs})), theirs[0]["commit"], *_mean_and_least(theirs)]
+    rows = [[_what(*key[:3]), str(len({r["shape"] for r in theirs})), _commits(theirs), *_mean_and_least(theirs)]
             for key, (_, theirs) in found.items() if key[3] == "sonicmoe" and key[1] != "e2e"]  # fmt: skip
     columns = ["suite", "layers", "commit", "forward", "least", "backward", "least", "both", "least"]
     return _table("**SonicMoE's time / smoe's time**, geometric mean and least of each suite:", columns, rows)
@@ -116,7 +124,7 @@ def _layers(suite, mine, theirs):
     spread = f"; standard error of a ratio: {max(errors):.2f} at most, {geometric_mean(errors):.3f} on average" if errors else ""
     columns = ["layer", "smoe forward, ms", "backward", "SonicMoE / smoe forward", "backward", "smoe kept, MiB", "peak",
                "SonicMoE kept", "peak"]  # fmt: skip
-    title = f"**Suite {suite}** ({theirs[0]['commit']}{spread}):"
+    title = f"**Suite {suite}** ({_commits(theirs)}{spread}):"
     return _table(title, columns, [_layer_row(shape, mine, theirs) for shape in shapes])
 
 
@@ -126,7 +134,7 @@ def _others(found):
         key = ("paper", "experts", "random", peer)
         if key in found:
             mine, theirs = found[key]
-            rows.append([NAMES[peer], str(len({r["shape"] for r in theirs})), theirs[0]["commit"], *_mean_and_least(theirs),
+            rows.append([NAMES[peer], str(len({r["shape"] for r in theirs})), _commits(theirs), *_mean_and_least(theirs),
                          *_memory(mine, theirs)])  # fmt: skip
     columns = ["suite paper", "layers", "commit", "forward", "least", "backward", "least", "both", "least", "memory kept", "peak"]
     title = "**Other implementations / smoe**, times and memory, random routing:"

@@ -473,14 +473,19 @@ def test_the_document_shows_the_records():
     assert len(page.used(every)) == len(every), "docs/results/peers.jsonl has records that the page does not show"
 
 
-def test_the_page_has_one_commit_for_each_suite():
-    """The newest with most of the layers; a newer one with one layer of two is not shown."""
+def test_the_page_has_the_newest_commit_with_most_layers():
+    """A newer one with one layer of two is not shown; with three of four it is, and the fourth is the older one's."""
     old = [a_record(peer, shape=shape, commit="c1", date="2026-01-01T00:00:00Z", **times)
            for shape in ("7B-n256", "7B-n512")
            for peer, times in (("smoe", {"forward_ms": 1.0}), ("sonicmoe", {"forward_ms": 1.5, "smoe": {"forward_ms": 1.0}}))]  # fmt: skip
     new = [record | {"commit": "c2", "date": "2026-02-01T00:00:00Z"} for record in old]
     assert page.used([*old, *new]) == new
     assert page.used([*old, *new[:2]]) == old
+    newer = {"commit": "c2", "date": "2026-02-01T00:00:00Z"}
+    third = [record | newer | {"shape": "1.4B-n256"} for record in old[:2]]
+    fourth = [record | {"shape": "1.4B-n512"} for record in old[:2]]
+    assert page.used([*old, *fourth, *new, *third]) == [*fourth, *new, *third]
+    assert "| paper | 4 | c2, c1 | 1.50 | 1.50 |  |  |  |  |" in page.block([*old, *fourth, *new, *third]).splitlines()
     lines = page.block([*old, *new]).splitlines()
     assert "| paper | 2 | c2 | 1.50 | 1.50 |  |  |  |  |" in lines and "c1" not in "".join(lines)
     assert any(line.startswith("| 7B-n512 | 1 |  | 1.50 |") for line in lines)
