@@ -9,6 +9,7 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from . import _autograd, _checks, functional, native
 from . import _ops as ops
@@ -309,6 +310,12 @@ def moe(
 class _Kept:
     """The quantised weights of a module, and what they were made of."""
 
+    steps = 0  # of all optimizers: a fused one does not count in the version counter of what it writes
+
+    @classmethod
+    def count_step(cls, optimizer: Optimizer, *_) -> None:
+        cls.steps += 1
+
     def __init__(self) -> None:
         self.weights, self.key, self.made = (), None, None
 
@@ -316,7 +323,7 @@ class _Kept:
         return _Kept, ()
 
     def get(self, w1: Tensor, w2: Tensor, **of_weights) -> Tensor:
-        key = w1._version, w1.data_ptr(), w2._version, w2.data_ptr(), of_weights
+        key = self.steps, w1._version, w1.data_ptr(), w2._version, w2.data_ptr(), of_weights
         if key != self.key or any(old() is not new for old, new in zip(self.weights, (w1, w2))):
             self.key = self.made = None  # frees the old bytes, unless a backward waits for them
             self.made = quantize_weights(w1, w2, **of_weights)
@@ -324,12 +331,14 @@ class _Kept:
         return self.made
 
 
+register_optimizer_step_post_hook(_Kept.count_step)
 KEPT = "_smoe_f8"  # the attribute of a module
 
 
 def of_module(module: torch.nn.Module, w1: Tensor, w2: Tensor, **of_weights) -> Tensor:
-    """quantize_weights of a module's parameters, called again when one has changed, by PyTorch's version counter. In a traced graph
-    and in the capture of a CUDA graph it is called every time, because nothing else runs before a replay."""
+    """quantize_weights of a module's parameters, called again when one has changed, by PyTorch's version counter, or an
+    optimizer has made a step. In a traced graph and in the capture of a CUDA graph it is called every time, because nothing
+    else runs before a replay."""
     if (
         torch.compiler.is_dynamo_compiling()
         or modes()

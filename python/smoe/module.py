@@ -138,9 +138,10 @@ class MoE(nn.Module):
 
     `options` are those of smoe.moe that do not change from call to call: activation, layout, score, renormalize, groups,
     groups_kept, route_scale, rounding, tile, seed, balance_coefficient, z_coefficient, chunks, logits_dtype, gradient_dtype,
-    compute, also by Hugging Face's names. With compute="f8" the weights are quantised when they have changed, which PyTorch's
-    version counter tells: writing through `.data` needs forget_quantized(). bias, router_bias and selection_bias give the experts, the router and the selection a bias.
-    With `ep`, an smoe.ep.Group, the module has all of the router and this rank's experts; a seed gives the weights of the whole layer.
+    compute, also by Hugging Face's names. With compute="f8" the weights are quantised when they have changed, which an
+    optimizer's step or PyTorch's version counter tells: writing through `.data` needs forget_quantized(). bias, router_bias
+    and selection_bias give the experts, the router and the selection a bias. With `ep`, an smoe.ep.Group, the module has all of the
+    router and this rank's experts; a seed gives the weights of the whole layer.
     """
 
     def __init__(

@@ -148,6 +148,20 @@ def test_a_module_quantises_when_its_weights_have_changed(quantised):
         assert torch.equal(make()(x), first[0])
 
 
+@pytest.mark.parametrize("kind", ["for loop", "foreach", "fused"])
+def test_a_module_sees_the_step_of_each_kind_of_optimizer(quantised, kind):
+    """A fused step does not count in the version counters of the weights."""
+    moe, x = make(), torch.randn(24, 32)
+    options = {} if kind == "for loop" else {kind: True}
+    optimizer = torch.optim.AdamW(moe.parameters(), lr=0.1, **options)
+    moe(x).sum().backward()
+    optimizer.step()
+    found = moe(x)
+    assert torch.equal(moe(x), found) and len(quantised) == 2
+    moe.forget_quantized()
+    assert torch.equal(moe(x), found)
+
+
 @pytest.mark.parametrize("compute", COMPUTES)
 def test_compile_checkpointing_and_hooks_give_the_same(compute, quantised):
     moe, x = make(compute=compute), torch.randn(24, 32)
