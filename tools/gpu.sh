@@ -62,6 +62,7 @@ train      micro          120  the 0.5B model in 1 and in 4 micro-batches: losse
 train      first_step     180  the 1.4B model, from process start to the end after one step: the best of 3 takes at most 5 s
 train      checkpoint     240  bf16 checkpoints of the 1.4B model: at most 1.2 times as long as dd; host memory (60 GB of disk)
 train      7B             120  tokens/s of the 7B model
+train      f8_steps       240  smoe train --compute bf16, f8 and f8-dgrad in turns: the 1.4B model, and 30 layers of the 7B model, in 80 GB
 train      olmoe          110  check_olmoe.py (60 GB of disk)
 train      nan             60  a loss that is not finite: status 3, and the last checkpoint can be evaluated
 train      disk           120  a disk that is full at the first and at a later checkpoint: status 3, the later one resumes
@@ -206,6 +207,7 @@ expect() { # status, what follows "train"
 }
 
 job() { "$python" "$root/tools/gpu_train.py" "$@"; }
+visible_gpus() { if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then echo "$CUDA_VISIBLE_DEVICES" | tr , '\n'; else nvidia-smi -L; fi | wc -l; }
 random() { [ -f "$work/random.bin" ] || job tokens "$work/random.bin" 20000000 50304; }
 value() { sed -n "s/.*\"$2\": *\([0-9.e+-]*\).*/\1/p" "$out/$1.json"; } # run, name of a number
 
@@ -270,6 +272,18 @@ part_7B() {
         echo "$(job speed 7B/train.jsonl), $(value 7B device_gb) GB of GPU memory"
 }
 
+part_f8_steps() {
+    local turn compute run
+    random
+    for turn in 1 2 3; do
+        for compute in bf16 f8 f8-dgrad; do
+            train "1.4B_$compute.$turn" 60 $middle --fastest --compute $compute --steps 32 --logs 32 --checkpoints 0 "$work/random.bin" &&
+                train "7B_$compute.$turn" 60 $large --layers 30 --fastest --compute $compute --steps 32 --logs 32 --checkpoints 0 "$work/random.bin" || return
+            for run in "1.4B_$compute.$turn" "7B_$compute.$turn"; do echo "$run: $(job speed "$run/train.jsonl"), $(value "$run" device_gb) GB"; done
+        done
+    done
+}
+
 part_nan() {
     expect 3 --out nan --steps 20 --lr 1000 --weight-decay 1000 --warmup 0 --checkpoints 1 "$text" &&
         head -c 100000 "$text" >short.txt && within 30 "$bin/smoe" eval --json --device cuda -c nan/latest short.txt
@@ -294,7 +308,7 @@ scale() { # NAME, sequences of a GPU, options...: one GPU, then all
 
 part_scaling() {
     local gpus wrong=0
-    gpus=$(nvidia-smi -L | wc -l)
+    gpus=$(visible_gpus)
     random
     scale 1.4B 10 $middle || wrong=1
     scale 7B 6 $large || wrong=1
@@ -303,7 +317,7 @@ part_scaling() {
 
 part_ranks() {
     local gpus run started=0
-    gpus=$(nvidia-smi -L | wc -l)
+    gpus=$(visible_gpus)
     for run in a b; do train ranks_$run 30 $little --batch 16 --gpus "$gpus" --checkpoints 1 "$text" || return; done
     cmp ranks_a/latest/model.safetensors ranks_b/latest/model.safetensors && echo "two runs: the same bits" || return
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 train sockets 60 $little --batch 16 --gpus "$gpus" --checkpoints 0 "$text" || return
@@ -379,7 +393,7 @@ part_losses() {
 
 part_ep_fsdp2() {
     local gpus ep wrong=0
-    gpus=$(nvidia-smi -L | wc -l)
+    gpus=$(visible_gpus)
     for ep in "$gpus" 1; do
         fsdp2 "ep_fsdp2_$ep" "$gpus" 90 --model 30B --layers $((6 * gpus)) --ep "$ep" --precision bf16 --random --steps 16 \
             --log-every 4 --clip 0 --seed 1 || wrong=1
@@ -390,14 +404,14 @@ part_ep_fsdp2() {
 # Three more layers on eight GPUs.
 part_ep_times() {
     local gpus few="16384,2048,768,128,8 16384,2048,768,128,8,0,zipf 8192,7168,2048,256,8 64,2048,768,128,8" many=""
-    gpus=$(nvidia-smi -L | wc -l)
+    gpus=$(visible_gpus)
     [ "$gpus" -lt 8 ] || many="24576,1536,256,128,8 32768,4096,512,128,8 32768,4096,2048,64,4"
     within 300 "$bin/cuda_time_ep" "$gpus" $few $many
 }
 
 part_ep_peers() {
     local gpus shapes=Qwen3-30B-A3B-ranks,DeepSeek-V3.2-ranks,Qwen3-30B-A3B-ranks-T64
-    gpus=$(nvidia-smi -L | wc -l)
+    gpus=$(visible_gpus)
     [ "$gpus" -lt 8 ] || shapes="$shapes,7B-n256-ranks,30B-n512-ranks,120B-n2048-ranks"
     within 500 "$python" "$root/bench/peers.py" --ranks "$gpus" --shape "$shapes" --records "$out/ep_peers.jsonl" --shape-seconds 15 \
         --seconds 430 --commit "$("$bin/smoe" info | sed -n 's/^commit *//p')"
