@@ -38,19 +38,18 @@ static bool remove_folder(int out, const char *name)
     return unlinkat(out, name, AT_REMOVEDIR) == 0;
 }
 
-bool checkpoint_folder_name(const char *out, int64_t step, char *folder, size_t size, error *err)
+bool checkpoint_folder_name(const char *out, int64_t step, char *folder, error *err)
 {
     char name[NAME_BYTES];
     name_of(name, step, ".tmp");
-    return snprintf(folder, size, "%s/%s", out, name) < (int)size ||
-           fail(err, ERROR_USAGE, "%s: the path is too long", out);
+    return file_join(folder, out, name, err);
 }
 
-bool checkpoint_folder_begin(const char *out, int64_t step, char *folder, size_t size, error *err)
+bool checkpoint_folder_begin(const char *out, int64_t step, char *folder, error *err)
 {
     char name[NAME_BYTES];
     name_of(name, step, ".tmp");
-    if (!checkpoint_folder_name(out, step, folder, size, err)) return false;
+    if (!checkpoint_folder_name(out, step, folder, err)) return false;
     if (!file_make_folder(out, err)) return false;
     int root = open(out, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (root < 0) return fail(err, ERROR_RUNTIME, "%s: %s", out, strerror(errno));

@@ -7,15 +7,14 @@
 #include "base/error.h"
 
 #include <stdbool.h>
-#include <stddef.h>
 #include <stdint.h>
 
-/* Makes OUT and an empty OUT/step-N.tmp, and writes its path to `folder`. What a killed process left there is
- * removed. */
-bool checkpoint_folder_begin(const char *out, int64_t step, char *folder, size_t size, error *err);
+/* Makes OUT and an empty OUT/step-N.tmp, and writes its path to `folder` (FILE_PATH_BYTES). What a killed
+ * process left there is removed. */
+bool checkpoint_folder_begin(const char *out, int64_t step, char *folder, error *err);
 
 /* Writes its path alone. */
-bool checkpoint_folder_name(const char *out, int64_t step, char *folder, size_t size, error *err);
+bool checkpoint_folder_name(const char *out, int64_t step, char *folder, error *err);
 
 /* Syncs and renames it, moves OUT/latest to it, and removes the oldest checkpoints until `keep` are left. */
 bool checkpoint_folder_commit(const char *out, int64_t step, int64_t keep, error *err);

@@ -294,9 +294,8 @@ static int by_name(const FTSENT **a, const FTSENT **b)
 /* The folder of a run has a link `latest` to one of its checkpoints (train/run/checkpoint.h). */
 static bool is_run(const char *folder)
 {
-    char link[4096], target[8];
-    const int length = snprintf(link, sizeof link, "%s/latest", folder);
-    return length < (int)sizeof link && readlink(link, target, sizeof target) > 5 &&
+    char link[FILE_PATH_BYTES], target[8];
+    return file_join(link, folder, "latest", NULL) && readlink(link, target, sizeof target) > 5 &&
            memcmp(target, "step-", 5) == 0;
 }
 

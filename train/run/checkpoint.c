@@ -200,8 +200,7 @@ bool checkpoint_save(const char *out, const model *m, const adamw_arrays *arrays
 {
     char folder[PATH_BYTES];
     const bool first = !comm || comm->rank == 0;
-    if (!(first ? checkpoint_folder_begin : checkpoint_folder_name)(out, state->step, folder, sizeof folder,
-                                                                    err))
+    if (!(first ? checkpoint_folder_begin : checkpoint_folder_name)(out, state->step, folder, err))
         return false;
     bool done = !first || write_files(folder, m, arrays, state, words, from, comm != NULL, err);
     if (comm && done) {

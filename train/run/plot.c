@@ -3,6 +3,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "train/run/plot.h"
 
+#include "train/files/file.h"
 #include "train/run/log.h"
 
 #include <errno.h>
@@ -14,8 +15,6 @@
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-enum { PATH_BYTES = 4096 };
 
 extern char **environ;
 
@@ -83,16 +82,14 @@ static int run_gnuplot(char *script)
 
 bool plot_curves(const char *out, bool *drawn, error *err)
 {
-    char log[PATH_BYTES], script[PATH_BYTES], made[PATH_BYTES], image[PATH_BYTES];
+    char log[FILE_PATH_BYTES], script[FILE_PATH_BYTES], made[FILE_PATH_BYTES], image[FILE_PATH_BYTES];
     log_line *lines;
     size_t count;
     *drawn = false;
-    if (snprintf(log, sizeof log, "%s/train.jsonl", out) >= PATH_BYTES - 16)
-        return fail(err, ERROR_USAGE, "%s: the path is too long", out);
-    snprintf(script, sizeof script, "%s/curve.gp.tmp", out);
-    snprintf(made, sizeof made, "%s/curve.png.tmp", out);
-    snprintf(image, sizeof image, "%s/curve.png", out);
-    if (!log_read(log, &lines, &count, err)) return false;
+    if (!file_join(log, out, "train.jsonl", err) || !file_join(script, out, "curve.gp.tmp", err) ||
+        !file_join(made, out, "curve.png.tmp", err) || !file_join(image, out, "curve.png", err) ||
+        !log_read(log, &lines, &count, err))
+        return false;
     bool done = write_script(script, made, lines, count, err);
     free(lines);
     if (done && run_gnuplot(script) == 0) *drawn = rename(made, image) == 0;

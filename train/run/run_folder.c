@@ -2,29 +2,27 @@
 #define _POSIX_C_SOURCE 200809L
 #include "train/run/run_folder.h"
 
+#include "train/files/file.h"
 #include "train/run/checkpoint.h"
 
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
 
-enum { PATH_BYTES = 4096 };
-
-bool run_folder_log(const train_settings *s, char *path, size_t size, error *err)
+bool run_folder_log(const train_settings *s, char *path, error *err)
 {
-    return snprintf(path, size, "%s/train.jsonl", s->out) < (int)size ||
-           fail(err, ERROR_USAGE, "%s: the path is too long", s->out);
+    return file_join(path, s->out, "train.jsonl", err);
 }
 
 bool run_folder_unused(const train_settings *s, error *err)
 {
-    char path[PATH_BYTES];
+    char path[FILE_PATH_BYTES];
     struct stat about;
     error none = {0};
     if (checkpoint_find(s->out, path, sizeof path, &none))
         return fail(err, ERROR_USAGE, "%s exists already: %schoose another folder", path,
                     strcmp(path, s->out) == 0 ? "" : "resume it, or ");
-    if (!run_folder_log(s, path, sizeof path, err)) return false;
+    if (!run_folder_log(s, path, err)) return false;
     if (stat(path, &about) != 0 || about.st_size == 0) return true;
     return fail(err, ERROR_USAGE,
                 "%s exists already, the log of a run without a checkpoint: choose another folder", path);
@@ -48,7 +46,7 @@ static bool check_model(const char *path, const train_settings *s, error *err)
 
 bool run_folder_resumed(const train_settings *s, tokens_split *split, error *err)
 {
-    char path[PATH_BYTES];
+    char path[FILE_PATH_BYTES];
     train_state before;
     *split = s->validations.count != 0 ? TOKENS_TRAIN : TOKENS_WHOLE;
     if (!s->resume) return true;

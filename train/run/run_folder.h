@@ -4,7 +4,7 @@
 
 #include "train/run/train.h"
 
-bool run_folder_log(const train_settings *s, char *path, size_t size, error *err); // the path of the log
+bool run_folder_log(const train_settings *s, char *path, error *err); // of the log; FILE_PATH_BYTES
 
 /* A new run must not replace the checkpoints or the log of another one. */
 bool run_folder_unused(const train_settings *s, error *err);

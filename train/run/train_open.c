@@ -14,8 +14,6 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-enum { PATH_BYTES = 4096 };
-
 int64_t train_loop_tokens(const train_loop *r, int64_t steps)
 {
     return steps * r->settings->batch * r->settings->config.context;
@@ -157,7 +155,7 @@ static bool load_weights(train_loop *r, const char *path, error *err)
 static bool resume(train_loop *r, error *err)
 {
     const train_settings *s = r->settings;
-    char path[PATH_BYTES];
+    char path[FILE_PATH_BYTES];
     if (!checkpoint_find(s->out, path, sizeof path, err)) return false;
     const adamw_arrays *arrays = &r->optimizer.arrays;
     if (!load_weights(r, path, err) || !checkpoint_load_state(path, &r->model, arrays, &r->state, err))
@@ -179,7 +177,7 @@ static bool resume(train_loop *r, error *err)
 static bool take_weights(train_loop *r, error *err)
 {
     const train_settings *s = r->settings;
-    char path[PATH_BYTES];
+    char path[FILE_PATH_BYTES];
     model_config have;
     error why = {0};
     if (!s->from) {
@@ -227,7 +225,7 @@ static bool start(train_loop *r, error *err)
 static bool open_tokenizer(train_loop *r, error *err)
 {
     const train_settings *s = r->settings;
-    char path[PATH_BYTES];
+    char path[FILE_PATH_BYTES];
     tokenizer had = {0};
     if (s->tokenizer && !tokenizer_open(&r->words, s->tokenizer, err)) return false;
     const char *before = s->resume ? s->out : s->from;
@@ -255,10 +253,9 @@ static bool open_tokenizer(train_loop *r, error *err)
  * validation of this step was stopped and made by a resumed run, which made no further step. */
 static bool open_log(train_loop *r, error *err)
 {
-    char path[PATH_BYTES];
+    char path[FILE_PATH_BYTES];
     log_line last;
-    if (!run_folder_log(r->settings, path, sizeof path, err) ||
-        !log_open(&r->log, path, r->state.step, &last, err))
+    if (!run_folder_log(r->settings, path, err) || !log_open(&r->log, path, r->state.step, &last, err))
         return false;
     if (last.step != r->state.step) return true;
     r->line = last;
