@@ -4,9 +4,14 @@
 
 #include "train/ranks/group.h"
 
+#include <errno.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 
 static int set_up(void **state)
 {
@@ -19,13 +24,13 @@ static int set_up(void **state)
  * long as this socket does not. */
 static int reserve_port(int *port)
 {
-    const int on = 1, made = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    struct sockaddr_in6 at = {.sin6_family = AF_INET6};
+    const int on = 1, made = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    struct sockaddr_in at = {.sin_family = AF_INET};
     socklen_t size = sizeof at;
     assert_int_equal(setsockopt(made, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on), 0);
     assert_int_equal(bind(made, (struct sockaddr *)&at, size), 0);
     assert_int_equal(getsockname(made, (struct sockaddr *)&at, &size), 0);
-    *port = ntohs(at.sin6_port);
+    *port = ntohs(at.sin_port);
     return made;
 }
 
@@ -142,12 +147,9 @@ static void a_host_that_does_not_exist_is_named(void **state)
 static void a_silent_stranger_holds_nobody_up(void **state)
 {
     int port;
-    const int reserved = reserve_port(&port), stranger = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    const struct sockaddr_in6 at = {
-        .sin6_family = AF_INET6,
-        .sin6_port = htons((uint16_t)port),
-        .sin6_addr = {{{[10] = 0xff, 0xff, 127, 0, 0, 1}}}, // 127.0.0.1: a container may lack ::1
-    };
+    const int reserved = reserve_port(&port), stranger = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const struct sockaddr_in at = {
+        .sin_family = AF_INET, .sin_port = htons((uint16_t)port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     const pid_t first = start_rank(state, 0, 2, port, "first");
     const double end = clock_seconds() + HANG_SECONDS;
     while (connect(stranger, (const struct sockaddr *)&at, sizeof at) != 0) {
@@ -159,6 +161,41 @@ static void a_silent_stranger_holds_nobody_up(void **state)
     assert_int_equal(status_of(first), 0);
     close(stranger);
     close(reserved);
+}
+
+/* From now on this process, and all that it starts, cannot make sockets of IPv6, as on a host without it. */
+static bool refuse_ipv6(void)
+{
+    struct sock_filter code[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_socket, 0, 3),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args)), // its low half
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, AF_INET6, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EAFNOSUPPORT),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const struct sock_fprog filter = {sizeof code / sizeof code[0], code};
+    return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+           prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+}
+
+static void a_host_without_ipv6_has_ranks(void **state)
+{
+    enum { NO_FILTER = 77 };
+    int port, statuses[2];
+    const int reserved = reserve_port(&port);
+    const pid_t host = fork();
+    if (host == 0) {
+        if (!refuse_ipv6()) _exit(NO_FILTER);
+        const pid_t ranks[2] = {start_rank(state, 0, 2, port, "rank0"),
+                                start_rank(state, 1, 2, port, "rank1")};
+        for (int r = 0; r < 2; r++) waitpid(ranks[r], &statuses[r], 0);
+        _exit(statuses[0] || statuses[1]);
+    }
+    const int status = status_of(host);
+    close(reserved);
+    if (status == NO_FILTER) skip();
+    if (status) fail_msg("'%s'", contents(state, "rank0"));
 }
 
 /* Two ranks that were started by something else and differ. */
@@ -233,11 +270,6 @@ static int port_with(const char *name, const char *value)
 
 static void two_runs_have_two_ports(void **state)
 {
-    static const char *const names[] = {
-        "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "MASTER_ADDR",          "PMIX_NAMESPACE",       "SLURM_STEP_NUM_TASKS",
-        "SLURM_PROCID",         "SLURM_LOCALID",        "SLURM_JOB_ID",
-        "SLURM_STEP_ID"};
     char environment[128], message[128];
     int port;
     setenv("OMPI_COMM_WORLD_SIZE", "2", 1);
@@ -254,7 +286,7 @@ static void two_runs_have_two_ports(void **state)
     const int job = port_with("SLURM_JOB_ID", "17"), next = port_with("SLURM_JOB_ID", "18");
     assert_int_not_equal(job, next);
     assert_int_not_equal(next, port_with("SLURM_STEP_ID", "1"));
-    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) unsetenv(names[i]);
+    leave_job();
 
     const int taken = reserve_port(&port);
     assert_int_equal(listen(taken, 1), 0);
@@ -280,6 +312,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_process_that_is_not_wanted_is_told_why, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_host_that_does_not_exist_is_named, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_silent_stranger_holds_nobody_up, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_host_without_ipv6_has_ranks, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(differences_are_named, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(ranks_come_from_the_environment, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(two_runs_have_two_ports, set_up, folder_teardown),

@@ -146,18 +146,30 @@ static void add_peer(group *g, int rank, int socket)
     g->peers[rank].socket = socket;
 }
 
+/* -1 and errno: not possible. A socket of IPv6 takes connections of IPv4 too. */
+static int listen_as(int family, const void *at, socklen_t size)
+{
+    const int on = 1, off = 0, made = socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (made < 0) return -1;
+    (void)setsockopt(made, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (family == AF_INET6) (void)setsockopt(made, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    if (bind(made, at, size) == 0 && listen(made, 128) == 0) return made;
+    const int why = errno;
+    close(made);
+    errno = why;
+    return -1;
+}
+
 static int listen_at(int port, error *err)
 {
-    const int on = 1, made = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    const struct sockaddr_in6 at = {.sin6_family = AF_INET6, .sin6_port = htons((uint16_t)port)};
-    if (made >= 0) (void)setsockopt(made, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (made >= 0 && bind(made, (const struct sockaddr *)&at, sizeof at) == 0 && listen(made, 128) == 0)
-        return made;
-    const bool of_port = errno == EADDRINUSE || errno == EACCES;
-    fail(err, ERROR_RUNTIME, "rank 0 cannot listen on port %d: %s%s", port, strerror(errno),
-         of_port ? " (set another MASTER_PORT)" : "");
-    if (made >= 0) close(made);
-    return -1;
+    const struct sockaddr_in6 six = {.sin6_family = AF_INET6, .sin6_port = htons((uint16_t)port)};
+    const struct sockaddr_in four = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
+    int made = listen_as(AF_INET6, &six, sizeof six);
+    if (made < 0 && errno != EADDRINUSE) made = listen_as(AF_INET, &four, sizeof four); // no IPv6 here
+    if (made < 0)
+        fail(err, ERROR_RUNTIME, "rank 0 cannot listen on port %d: %s%s", port, strerror(errno),
+             errno == EADDRINUSE || errno == EACCES ? " (set another MASTER_PORT)" : "");
+    return made;
 }
 
 /* Answers a process that says which rank it is, and closes the connection of one that is not wanted. */
