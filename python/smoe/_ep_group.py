@@ -76,25 +76,23 @@ class Group:
                     raise ValueError(f"smoe.ep.Group: {name} is {first} on rank {low} and {second} on rank {high}")
 
     def _create(self, layer: native.Layer, timeout: float, threads: int | None) -> None:
-        made = ctypes.c_void_p()
-
         def start():
             self.context = native.create_context(self.device.type, self.device.index or 0, threads or torch.get_num_threads())
             return self._query(layer).window_bytes
 
         def create():
-            table = (ctypes.c_void_p * self.size)(*self.windows.addresses)
+            made, table = ctypes.c_void_p(), (ctypes.c_void_p * self.size)(*self.windows.addresses)
             options = native.EpOptions(rank=self.rank, timeout_ms=int(timeout * 1000), windows=ctypes.addressof(table))
             self.call(native.library.smoe_ep_create, ctypes.byref(made), self.context, ctypes.byref(layer), ctypes.byref(options))
+            self.ep = made.value
 
         try:
             self.window_bytes = self._together(start)
             self.windows = _ep_windows.connect(self.window_bytes, self.rank, self.size, self.device, self.process_group, self._gather)
             self._together(create)
-        except Exception:
-            native.library.smoe_destroy(self.context)
+        except Exception:  # perhaps of another rank, when this one has made its group
+            self._free(True)
             raise
-        self.ep = made.value
 
     def _together(self, function):
         """function(). If it fails on any rank, all ranks raise an error."""
@@ -154,11 +152,15 @@ class Group:
         works = native.library.smoe_ep_status(self.ep) == native.STATUSES["ok"]
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        del groups[self.handle]
+        self._free(works)
+
+    def _free(self, wait: bool) -> None:
         native.library.smoe_ep_destroy(self.ep)
         native.library.smoe_destroy(self.context)
         self.ep = None
-        del groups[self.handle]
-        self.windows.close(lambda: self._others_closed(works))
+        if self.windows:
+            self.windows.close(lambda: self._others_closed(wait))
 
     def _others_closed(self, wait: bool) -> bool:
         """By the store and not a collective, because a rank may be the only one to know of a failure."""

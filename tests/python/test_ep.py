@@ -149,6 +149,32 @@ def test_a_rank_closes_a_group_that_another_knows_to_have_failed(tmp_path):
     mp.spawn(closing, (2, tmp_path), nprocs=2)
 
 
+def refusing(rank, ranks, folder):
+    start(rank, ranks, folder)
+    _ep_windows.WAYS["cpu"] = (Freed,)
+    connect, log = _ep_windows.connect, []
+
+    def misplace(*given):
+        made = connect(*given)
+        made.addresses[0] += 8 * rank
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_ep_windows, "connect", misplace)
+        for name in ("smoe_ep_destroy", "smoe_destroy"):
+            real = getattr(native.library, name)
+            patch.setattr(native.library, name, lambda made, name=name, real=real: (made and log.append(name), real(made)))
+        with pytest.raises((ValueError, RuntimeError), match=r"smoe_ep_create: windows\[0\] is .* must be aligned to 64 bytes"):
+            group_of()
+    assert log == (["smoe_destroy"] if rank == 1 else ["smoe_ep_destroy", "smoe_destroy"])
+    assert Freed.freed == 1
+
+
+def test_a_group_that_one_rank_cannot_make_is_freed_on_all(tmp_path):
+    """Where smoe_ep_create fails on rank 1, rank 0 has a group already, and both have windows."""
+    mp.spawn(refusing, (2, tmp_path), nprocs=2)
+
+
 def test_compiled_calls_all_happen(monkeypatch, tmp_path):
     """Also one whose result is not used: the other ranks wait for it."""
     made, run = [], _ep_ops._run_forward
