@@ -3,12 +3,14 @@
 #include "tests/cli_process.h"
 
 #include "train/ranks/group.h"
+#include "train/ranks/launch.h"
 
 #include <errno.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -34,27 +36,57 @@ static int reserve_port(int *port)
     return made;
 }
 
-/* A process that something else than --gpus has started as a rank. */
-static pid_t start_rank(void **state, int rank, int ranks, int port, const char *messages)
+/* A process that has been started as a rank: by --gpus if there is a voice (train/ranks/place.h). */
+static pid_t start_with(void **state, int rank, int ranks, int port, int voice, const char *options,
+                        const char *messages)
 {
-    char environment[256];
-    snprintf(environment, sizeof environment,
-             "RANK=%d WORLD_SIZE=%d LOCAL_RANK=%d MASTER_ADDR=localhost MASTER_PORT=%d", rank, ranks, rank,
-             port);
-    return start(state, environment, "train -o met " TINY "--batch 12 --steps 1 --device cpu text.txt",
-                 messages);
+    char environment[256], command[512];
+    const int length = snprintf(
+        environment, sizeof environment,
+        voice < 0 ? "RANK=%d WORLD_SIZE=%d LOCAL_RANK=%d MASTER_ADDR=localhost MASTER_PORT=%d"
+                  : "SMOE_RANK=%d SMOE_RANKS=%d SMOE_LOCAL_RANK=%d SMOE_ADDRESS=127.0.0.1 SMOE_PORT=%d",
+        rank, ranks, rank, port);
+    if (voice >= 0)
+        snprintf(environment + length, sizeof environment - (size_t)length, " SMOE_VOICE=%d", voice);
+    snprintf(command, sizeof command, "train -o met " TINY "--batch 12 --steps 1 --device cpu %s text.txt",
+             options);
+    return start(state, environment, command, messages);
 }
 
-/* Accepts a rank, as its rank 0, and answers its HELLO if asked to. */
-static int be_rank_0(int listener, bool answers)
+static pid_t start_rank(void **state, int rank, int ranks, int port, const char *messages)
 {
-    uint32_t hello[5];
+    return start_with(state, rank, ranks, port, -1, "", messages);
+}
+
+/* A connection to rank 0, as soon as it listens. */
+static int reach_rank_0(int port)
+{
+    const double end = clock_seconds() + HANG_SECONDS;
+    const int made = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const struct sockaddr_in at = {
+        .sin_family = AF_INET, .sin_port = htons((uint16_t)port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    while (connect(made, (const struct sockaddr *)&at, sizeof at) != 0) {
+        if (clock_seconds() > end) fail_msg("rank 0 does not listen");
+        usleep(20000);
+    }
+    return made;
+}
+
+enum { SETTINGS = 2, KEY = 3, BEAT = 5, BEAT_BYTES = 16, HEAD = 3 * sizeof(uint32_t) };
+
+/* Accepts a rank, as its rank 0, and answers its HELLO with `answers` messages, of which the second is a sign
+ * of life. */
+static int be_rank_0(int listener, int answers)
+{
+    uint32_t hello[5], sign[(HEAD + BEAT_BYTES) / sizeof(uint32_t)] = {0};
     struct pollfd comes = {listener, POLLIN, 0};
     assert_int_equal(poll(&comes, 1, 1000 * HANG_SECONDS), 1);
     const int made = accept(listener, NULL, NULL);
     assert_true(recv(made, hello, sizeof hello, MSG_WAITALL) == sizeof hello);
     hello[2] = 0; // bytes that follow
-    if (answers) assert_true(send(made, hello, 3 * sizeof hello[0], 0) == 3 * sizeof hello[0]);
+    sign[0] = hello[0], sign[1] = BEAT, sign[2] = BEAT_BYTES;
+    if (answers > 0) assert_true(send(made, hello, HEAD, 0) == HEAD);
+    if (answers > 1) assert_true(send(made, sign, sizeof sign, 0) == sizeof sign);
     return made;
 }
 
@@ -65,31 +97,49 @@ static void a_rank_says_that_rank_0_closed_its_connection(void **state)
     char message[128];
     assert_int_equal(listen(reserved, 1), 0);
     pid_t run = start_rank(state, 2, 3, port, "early");
-    close(be_rank_0(reserved, false));
+    close(be_rank_0(reserved, 0));
     assert_int_equal(status_of(run), 3);
     snprintf(message, sizeof message, "smoe train: rank 2: rank 0 does not answer at localhost, port %d",
              port);
     assert_message(state, "early", message);
     run = start_rank(state, 1, 3, port, "late");
-    close(be_rank_0(reserved, true));
+    close(be_rank_0(reserved, 1));
     assert_int_equal(status_of(run), 3);
-    assert_message(state, "late", "smoe train: rank 1: rank 0 closed its connection before the run began");
+    assert_message(state, "late", "smoe train: rank 0: ended without a message");
+    close(reserved);
+}
+
+/* Under --gpus the process that started both says how rank 0 ended. */
+static void a_rank_leaves_the_end_of_rank_0_to_its_parent(void **state)
+{
+    int port;
+    const int reserved = reserve_port(&port), voice = eventfd(1, EFD_NONBLOCK);
+    assert_int_equal(listen(reserved, 1), 0);
+    for (int answers = 0; answers < 2; answers++) {
+        const pid_t run = start_with(state, 1, 2, port, voice, "", "messages");
+        close(be_rank_0(reserved, answers));
+        assert_int_equal(status_of(run), 3);
+        assert_string_equal(contents(state, "messages"), "");
+    }
+    close(voice);
     close(reserved);
 }
 
 /* Rank 0 gives the key, but no memory of that name, and then is silent. */
 static void a_rank_whose_words_nobody_answers_writes_them(void **state)
 {
-    uint32_t head[3];
-    char settings[1 << 14], key[sizeof head + GROUP_KEY] = {0};
+    uint32_t head[3] = {0};
+    char data[1 << 14], key[sizeof head + GROUP_KEY] = {0};
     int port;
     const int reserved = reserve_port(&port);
     assert_int_equal(listen(reserved, 1), 0);
     const pid_t run = start_rank(state, 2, 3, port, "messages");
-    const int made = be_rank_0(reserved, true);
-    assert_true(recv(made, head, sizeof head, MSG_WAITALL) == sizeof head);
-    assert_true(recv(made, settings, head[2], MSG_WAITALL) == head[2]);
-    head[1]++; // KEY follows SETTINGS
+    const int made = be_rank_0(reserved, 1);
+    while (head[1] != SETTINGS) {
+        assert_true(recv(made, head, sizeof head, MSG_WAITALL) == sizeof head);
+        assert_true(recv(made, data, head[2], MSG_WAITALL) == head[2]);
+    }
+    head[1] = KEY;
     head[2] = GROUP_KEY;
     memcpy(key, head, sizeof head);
     assert_true(send(made, key, sizeof key, 0) == sizeof key);
@@ -97,6 +147,77 @@ static void a_rank_whose_words_nobody_answers_writes_them(void **state)
     assert_message(state, "messages", "smoe train: rank 2: shared memory ");
     close(made);
     close(reserved);
+}
+
+/* The same under --gpus, before the run has begun. */
+static void a_rank_whose_words_nobody_answers_writes_them_early(void **state)
+{
+    int port;
+    const int reserved = reserve_port(&port), voice = eventfd(1, EFD_NONBLOCK);
+    assert_int_equal(listen(reserved, 1), 0);
+    const pid_t run = start_with(state, 1, 2, port, voice, "missing.txt", "messages");
+    const int made = be_rank_0(reserved, 2);
+    assert_int_equal(status_of(run), 3);
+    assert_message(state, "messages", "smoe train: rank 1: missing.txt: ");
+    close(made);
+    close(voice);
+    close(reserved);
+}
+
+/* Nobody says anything until all have the same settings. */
+static void a_rank_that_is_silent_from_the_start_is_named(void **state)
+{
+    const uint32_t hello[] = {0x656f6d73, 0, 2 * sizeof(uint32_t), 1, 2};
+    int port;
+    const int reserved = reserve_port(&port);
+    const pid_t run = start_with(state, 0, 2, port, -1, "--peer-timeout 2", "messages");
+    const int made = reach_rank_0(port);
+    assert_true(send(made, hello, sizeof hello, 0) == sizeof hello);
+    assert_int_equal(status_of(run), 3);
+    assert_message(state, "messages", "smoe train: rank 1: no progress for 2 s (--peer-timeout)");
+    close(made);
+    close(reserved);
+}
+
+/* Under --gpus any rank may say it, but one alone does. */
+static void a_silent_rank_0_is_named_once(void **state)
+{
+    static const char *const messages[] = {"rank1", "rank2"};
+    int port, made[2];
+    pid_t runs[2];
+    char command[8192];
+    const int reserved = reserve_port(&port), voice = eventfd(1, EFD_NONBLOCK);
+    assert_int_equal(listen(reserved, 2), 0);
+    for (int r = 0; r < 2; r++)
+        runs[r] = start_with(state, r + 1, 3, port, voice, "--peer-timeout 2", messages[r]);
+    for (int r = 0; r < 2; r++) made[r] = be_rank_0(reserved, 2);
+    for (int r = 0; r < 2; r++) assert_int_equal(status_of(runs[r]), 3);
+    snprintf(command, sizeof command, "cd '%s' && cat rank1 rank2 >both", (const char *)*state);
+    assert_int_equal(system(command), 0);
+    assert_message(state, "both", "smoe train: rank 0: no progress for 2 s (--peer-timeout)");
+    for (int r = 0; r < 2; r++) close(made[r]);
+    close(voice);
+    close(reserved);
+}
+
+/* This program again, as ranks that say nothing and return SILENT. */
+enum { SILENT = 5 };
+
+static void a_rank_that_says_nothing_has_its_status_named(void **state)
+{
+    char path[4096];
+    const pid_t run = fork();
+    if (run == 0) {
+        char *argv[] = {(char[]){"test"}, (char[]){"silent"}, NULL};
+        error err;
+        if (!freopen(in_folder(path, state, "messages"), "w", stderr)) _exit(1);
+        const int status = launch_ranks(2, true, argv, "smoe train", &err);
+        fflush(stderr);
+        _exit(status);
+    }
+    assert_int_equal(status_of(run), 3);
+    const char *text = contents(state, "messages"), *found = strstr(text, ": ended with status 5\n");
+    if (!found || strchr(text, '\n')[1]) fail_msg("'%s'", text);
 }
 
 /* While rank 1 is missing there is one rank 2 too many, and one that belongs to another run. */
@@ -147,15 +268,9 @@ static void a_host_that_does_not_exist_is_named(void **state)
 static void a_silent_stranger_holds_nobody_up(void **state)
 {
     int port;
-    const int reserved = reserve_port(&port), stranger = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    const struct sockaddr_in at = {
-        .sin_family = AF_INET, .sin_port = htons((uint16_t)port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    const int reserved = reserve_port(&port);
     const pid_t first = start_rank(state, 0, 2, port, "first");
-    const double end = clock_seconds() + HANG_SECONDS;
-    while (connect(stranger, (const struct sockaddr *)&at, sizeof at) != 0) {
-        if (clock_seconds() > end) fail_msg("rank 0 does not listen");
-        usleep(20000);
-    }
+    const int stranger = reach_rank_0(port);
     const pid_t second = start_rank(state, 1, 2, port, "second");
     assert_int_equal(status_of(second), 0);
     assert_int_equal(status_of(first), 0);
@@ -255,7 +370,9 @@ static void ranks_come_from_the_environment(void **state)
         if (!strstr(output, wrong[i].message)) fail_msg("'%s', not '%s'", output, wrong[i].message);
     }
     expect(state, "train --gpus 2 " TINY "--device cpu --batch 3 text.txt", 2, "--batch is 3");
-    expect(state, "train --gpus 2 " TINY "--device cpu -", 2, "standard input");
+    assert_int_equal(run(state, "", "train --gpus 2 " TINY "--device cpu -", output), 2);
+    assert_string_equal(output,
+                        "smoe train: - is the text on standard input, which several ranks cannot share\n");
     expect(state, "train --gpus 0 " TINY "text.txt", 2, "--gpus: '0'");
 }
 
@@ -302,12 +419,23 @@ static void two_runs_have_two_ports(void **state)
     close(taken);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    (void)argv;
+    if (argc > 1) return SILENT;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(a_rank_says_that_rank_0_closed_its_connection, set_up,
                                         folder_teardown),
         cmocka_unit_test_setup_teardown(a_rank_whose_words_nobody_answers_writes_them, set_up,
+                                        folder_teardown),
+        cmocka_unit_test_setup_teardown(a_rank_whose_words_nobody_answers_writes_them_early, set_up,
+                                        folder_teardown),
+        cmocka_unit_test_setup_teardown(a_rank_leaves_the_end_of_rank_0_to_its_parent, set_up,
+                                        folder_teardown),
+        cmocka_unit_test_setup_teardown(a_rank_that_is_silent_from_the_start_is_named, set_up,
+                                        folder_teardown),
+        cmocka_unit_test_setup_teardown(a_silent_rank_0_is_named_once, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_rank_that_says_nothing_has_its_status_named, set_up,
                                         folder_teardown),
         cmocka_unit_test_setup_teardown(a_process_that_is_not_wanted_is_told_why, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_host_that_does_not_exist_is_named, set_up, folder_teardown),

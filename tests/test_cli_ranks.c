@@ -272,28 +272,35 @@ static void a_killed_rank_ends_the_run(void **state)
     }
 }
 
-/* The limit is so long that no other rank of a busy machine is hung, so both runs wait for it together. */
+/* The limit is so long that no other rank of a busy machine is hung, so all runs wait for it together. In the
+ * last one two ranks of three hang. */
 static void a_hung_rank_is_named(void **state)
 {
-    static const char *const outs[] = {"hung0", "hung1"}, *const messages[] = {"messages0", "messages1"};
-    pid_t runs[2];
-    for (int i = 0; i < 2; i++) {
+    static const struct {
+        const char *out, *messages;
+        int ranks, first, last; // that hang
+    } runs[] = {
+        {"hung0", "messages0", 2, 0, 0}, {"hung1", "messages1", 2, 1, 1}, {"hung2", "messages2", 3, 0, 1}};
+    enum { RUNS = sizeof runs / sizeof runs[0] };
+    pid_t started[RUNS];
+    for (int i = 0; i < RUNS; i++) {
         char command[512];
         snprintf(command, sizeof command,
-                 "train -o %s --gpus 2 --peer-timeout 15 --batch 2 " TINY
-                 "--device cpu --steps 100000000 --checkpoints 1 --evaluations 0 --logs 100000000 text.txt",
-                 outs[i]);
-        runs[i] = start(state, "", command, messages[i]);
+                 "train -o %s --gpus %d --peer-timeout 15 " TINY
+                 "--batch 6 --device cpu --steps 100000000 --checkpoints 1 --evaluations 0 --logs 100000000 "
+                 "text.txt",
+                 runs[i].out, runs[i].ranks);
+        started[i] = start(state, "", command, runs[i].messages);
     }
-    for (int rank = 0; rank < 2; rank++) {
-        wait_for_log(state, outs[rank], 0);
-        kill(process_of(runs[rank], rank), SIGSTOP);
+    for (int i = 0; i < RUNS; i++) {
+        wait_for_log(state, runs[i].out, 0);
+        for (int r = runs[i].first; r <= runs[i].last; r++) kill(process_of(started[i], r), SIGSTOP);
     }
-    for (int rank = 0; rank < 2; rank++) {
+    for (int i = 0; i < RUNS; i++) {
         char message[64];
-        assert_int_equal(status_of(runs[rank]), 3);
-        snprintf(message, sizeof message, "smoe train: rank %d: no progress for 15 s", rank);
-        assert_message(state, messages[rank], message);
+        assert_int_equal(status_of(started[i]), 3);
+        snprintf(message, sizeof message, "smoe train: rank %d: no progress for 15 s", runs[i].first);
+        assert_message(state, runs[i].messages, message);
     }
 }
 

@@ -242,6 +242,15 @@ static bool adopt_vocabulary(train_options *options, error *err)
     return true;
 }
 
+static bool is_shared_text(const train_settings *s, error *err)
+{
+    for (size_t i = 0; i < s->path_count; i++)
+        if (strcmp(s->paths[i], "-") == 0)
+            return fail(err, ERROR_USAGE,
+                        "- is the text on standard input, which several ranks cannot share");
+    return true;
+}
+
 /* Joins the other ranks of the run, if the environment says that there are any. */
 static bool join_group(train_options *options, const char *name, error *err)
 {
@@ -252,11 +261,7 @@ static bool join_group(train_options *options, const char *name, error *err)
     if (options->gpus > 1 && !place.launched)
         return fail(err, ERROR_USAGE, "--gpus is %d, but the environment makes this rank %d of %d",
                     options->gpus, place.rank, place.ranks);
-    for (size_t i = 0; i < s->path_count; i++)
-        if (strcmp(s->paths[i], "-") == 0)
-            return fail(err, ERROR_USAGE,
-                        "- is the text on standard input, which several ranks cannot share");
-    return group_connect(&s->group, &place, options->peer_timeout, name, err);
+    return is_shared_text(s, err) && group_connect(&s->group, &place, options->peer_timeout, name, err);
 }
 
 static bool train(train_options *options, const char *name, bool *interrupted, error *err)
@@ -286,6 +291,7 @@ static bool train(train_options *options, const char *name, bool *interrupted, e
 /* Starts this command again as each of the ranks. */
 static int launch(const train_options *options, int argc, char **argv, error *err)
 {
+    if (!is_shared_text(&options->settings, err)) return -1;
     char **again = calloc((size_t)argc + 2, sizeof *again);
     if (!again) {
         fail(err, ERROR_RUNTIME, "out of memory");

@@ -183,8 +183,8 @@ static const struct argp_option others[] = {
      "of all ranks (default 1)",
      GROUP_RUN},
     {"peer-timeout", KEY_PEER_TIMEOUT, "X", 0,
-     "With several ranks: end the run when no rank has made progress for X seconds, except while files are "
-     "written (default 300)",
+     "With several ranks: end the run when a rank is silent for X seconds, or when none makes progress, "
+     "except while files are read at the start or written (default 300)",
      GROUP_RUN},
     {"json", KEY_JSON, NULL, 0, "Print the result as one JSON object", GROUP_RUN},
     {"quiet", 'q', NULL, 0, "Do not show progress", GROUP_RUN},

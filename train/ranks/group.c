@@ -18,7 +18,14 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-enum { MOST_BYTES = 64 << 10, CONNECT_SECONDS = 120, NAME_SECONDS = 30, HELLO_SECONDS = 10, BEAT_MS = 500 };
+enum {
+    MOST_BYTES = 64 << 10,
+    CONNECT_SECONDS = 120,
+    NAME_SECONDS = 30,
+    HELLO_SECONDS = 10,
+    ECHO_SECONDS = 5,
+    BEAT_MS = 500
+};
 
 typedef enum message_kind { HELLO, REFUSED, SETTINGS, KEY, ABORT, BEAT, BYE } message_kind;
 
@@ -40,11 +47,13 @@ typedef struct beat {
 
 /* What one rank knows of another. */
 typedef struct peer {
-    int socket;       // -1: none; open until group_close, because both threads use it
-    atomic_bool gone; // the other end is closed
+    int socket;               // -1: none; open until group_close, because both threads use it
+    atomic_bool gone;         // the other end is closed
+    _Atomic(char *) settings; // when they have come
     bool left;
     beat last;
-    double changed, heard; // the clock when it last made progress, when it last said anything
+    double changed;        // the clock when it last made progress
+    _Atomic(double) heard; // or said anything
 } peer;
 
 struct group {
@@ -56,7 +65,8 @@ struct group {
     pthread_mutex_t sending;
     atomic_ullong progress;
     atomic_uint writes;
-    atomic_bool closing, ended;
+    atomic_bool closing, ended, has_key;
+    unsigned char key[GROUP_KEY];
     bool watched;
     message in, out; // of the thread that reads; of the one that sends
 };
@@ -130,20 +140,13 @@ static bool hear(group *g, int socket)
 
 /* ---- meeting ---- */
 
-/* Whoever is at the other end may be silent, so until both know each other `hear` waits for `seconds`. */
+/* Whoever is at the other end may be silent: `hear` waits for `seconds`. */
 static void prepare_socket(int socket, int seconds)
 {
     const int on = 1;
     const struct timeval most = {.tv_sec = seconds};
     (void)setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     (void)setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &most, sizeof most);
-}
-
-static void add_peer(group *g, int rank, int socket)
-{
-    const struct timeval unlimited = {0};
-    (void)setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &unlimited, sizeof unlimited);
-    g->peers[rank].socket = socket;
 }
 
 /* -1 and errno: not possible. A socket of IPv6 takes connections of IPv4 too. */
@@ -184,7 +187,7 @@ static void answer(group *g, int socket, hello theirs)
     const bool fits = theirs.ranks == ranks && theirs.rank > 0 && theirs.rank < ranks,
                wanted = fits && g->peers[theirs.rank].socket < 0;
     if (tell(g, socket, wanted ? HELLO : REFUSED, why, wanted ? 0 : strlen(why)) && wanted)
-        add_peer(g, theirs.rank, socket);
+        g->peers[theirs.rank].socket = socket;
     else
         close(socket);
 }
@@ -253,8 +256,11 @@ static bool greet(group *g, int socket, error *err)
 {
     const rank_place *p = &g->place;
     const hello own = {p->rank, p->ranks};
-    if (!tell(g, socket, HELLO, &own, sizeof own) || !hear(g, socket))
+    errno = 0;
+    if (!tell(g, socket, HELLO, &own, sizeof own) || !hear(g, socket)) {
+        if (p->launched && errno != EAGAIN) _exit(ERROR_RUNTIME); // `smoe train --gpus` says how rank 0 ended
         return fail(err, ERROR_RUNTIME, "rank 0 does not answer at %s, port %d", p->address, p->port);
+    }
     return g->in.kind != REFUSED ||
            fail(err, ERROR_RUNTIME, "rank 0 at %s, port %d, refuses this process: %.*s", p->address, p->port,
                 (int)g->in.bytes, g->in.data);
@@ -275,12 +281,14 @@ static bool find_first(group *g, error *err)
     }
     prepare_socket(socket, CONNECT_SECONDS);
     if (greet(g, socket, err)) {
-        add_peer(g, 0, socket);
+        g->peers[0].socket = socket;
         return true;
     }
     close(socket);
     return false;
 }
+
+static void *watch(void *user);
 
 bool group_connect(group **made, const rank_place *place, double peer_timeout, const char *name, error *err)
 {
@@ -291,8 +299,14 @@ bool group_connect(group **made, const rank_place *place, double peer_timeout, c
     g->peer_timeout = peer_timeout;
     g->name = name;
     pthread_mutex_init(&g->sending, NULL);
+    atomic_store(&g->writes, true);
     for (int r = 0; r < place->ranks; r++) g->peers[r].socket = -1;
-    return place->rank == 0 ? accept_others(g, err) : find_first(g, err);
+    if (!(place->rank == 0 ? accept_others(g, err) : find_first(g, err))) return false;
+    // Rank 0 says nothing until all have come.
+    const double now = clock_seconds() + (place->rank == 0 ? 0 : CONNECT_SECONDS);
+    for (int r = 0; r < place->ranks; r++) g->peers[r].changed = g->peers[r].heard = now;
+    g->watched = pthread_create(&g->watcher, NULL, watch, g) == 0;
+    return g->watched || fail(err, ERROR_RUNTIME, "the thread that watches the ranks does not start");
 }
 
 /* ---- failing ---- */
@@ -309,9 +323,18 @@ static void tell_all(group *g, message_kind kind, const void *data, size_t bytes
             (void)tell(g, g->peers[r].socket, kind, data, bytes);
 }
 
+/* Under `smoe train --gpus` whoever takes the 1 of `voice` writes, and no other. */
 static void write_words(const group *g, const last_words *w)
 {
+    uint64_t one;
+    if (g->place.launched && read(g->place.voice, &one, sizeof one) != sizeof one) return;
     fprintf(stderr, "%s%s: rank %d: %s\n", isatty(STDERR_FILENO) ? "\n" : "", g->name, w->rank, w->text);
+}
+
+/* May this rank write what the others know too? */
+static bool is_voice(const group *g)
+{
+    return g->place.launched || g->place.rank <= 1;
 }
 
 /* Waits until the others have closed their connections, but not long: bytes that were sent and not read would
@@ -345,33 +368,14 @@ void group_fail(group *g, const error *why)
 {
     last_words w = {.code = why->code, .rank = g->place.rank};
     snprintf(w.text, sizeof w.text, "%s", why->text);
-    if (g->place.rank == 0) end(g, &w, true);
-    tell_all(g, ABORT, &w, sizeof w);
-    for (int i = 0; g->watched && i < 50; i++) usleep(100000);
-    if (g->watched) end(g, &w, true); // the watcher would have heard an echo
-    bool answered = false;
-    while (!answered && hear(g, g->peers[0].socket)) answered = g->in.kind == ABORT;
-    const bool voice = g->place.rank == 1 || g->peers[0].socket < 0;
-    if (!answered && voice && !g->place.launched) write_words(g, &w);
-    _exit(why->code);
+    if (g->place.rank > 0) {
+        tell_all(g, ABORT, &w, sizeof w);
+        while (g->watched && clock_seconds() < g->peers[0].heard + ECHO_SECONDS) usleep(100000);
+    }
+    end(g, &w, true);
 }
 
 /* ---- agreeing ---- */
-
-/* Waits for a message of one kind. */
-static bool expect(group *g, int rank, message_kind kind, error *err)
-{
-    do {
-        if (!hear(g, g->peers[rank].socket))
-            return fail(err, ERROR_RUNTIME, "rank %d closed its connection before the run began", rank);
-        if (g->in.kind == ABORT) {
-            last_words w = {0};
-            memcpy(&w, g->in.data, g->in.bytes < sizeof w ? g->in.bytes : sizeof w);
-            end(g, &w, g->place.rank == 0);
-        }
-    } while (g->in.kind != kind);
-    return true;
-}
 
 /* The first line in which two texts differ, to two buffers. */
 static void find_difference(const char *mine, const char *theirs, char a[96], char b[96])
@@ -386,42 +390,37 @@ static void find_difference(const char *mine, const char *theirs, char a[96], ch
     snprintf(b, 96, "%.*s", (int)strcspn(theirs, "\n"), theirs);
 }
 
-static void compare(group *g, int rank, const char *settings)
+static void compare(group *g, int rank, const char *mine, const char *theirs)
 {
-    char mine[96], theirs[96];
-    g->in.data[g->in.bytes < MOST_BYTES ? g->in.bytes : MOST_BYTES - 1] = '\0';
-    if (strcmp(settings, g->in.data) == 0) return;
-    find_difference(settings, g->in.data, mine, theirs);
+    char a[96], b[96];
+    if (strcmp(mine, theirs) == 0) return;
+    find_difference(mine, theirs, a, b);
     last_words w = {.code = ERROR_RUNTIME, .rank = rank};
-    snprintf(w.text, sizeof w.text, "has %s, but rank 0 has %s", theirs, mine);
+    snprintf(w.text, sizeof w.text, "has %s, but rank 0 has %s", b, a);
     end(g, &w, true);
 }
 
-static void *watch(void *user);
-
+/* The watcher receives what the others send. It ends the process if nothing comes. */
 bool group_agree(group *g, const char *settings, error *err)
 {
     if (strlen(settings) >= MOST_BYTES) return fail(err, ERROR_USAGE, "the settings have too much text");
     if (g->place.rank > 0) (void)tell(g, g->peers[0].socket, SETTINGS, settings, strlen(settings));
     for (int r = 1; g->place.rank == 0 && r < g->place.ranks; r++) {
-        if (!expect(g, r, SETTINGS, err)) return false;
-        compare(g, r, settings);
+        while (!g->peers[r].settings) usleep(1000);
+        compare(g, r, settings, g->peers[r].settings);
     }
     return true;
 }
 
-bool group_share_key(group *g, unsigned char key[GROUP_KEY], error *err)
+void group_share_key(group *g, unsigned char key[GROUP_KEY])
 {
-    const int ranks = g->place.ranks;
     if (g->place.rank == 0) {
         tell_all(g, KEY, key, GROUP_KEY);
     } else {
-        if (!expect(g, 0, KEY, err)) return false;
-        memcpy(key, g->in.data, GROUP_KEY);
+        while (!g->has_key) usleep(1000);
+        memcpy(key, g->key, GROUP_KEY);
     }
-    for (int r = 0; r < ranks; r++) g->peers[r].changed = g->peers[r].heard = clock_seconds();
-    g->watched = pthread_create(&g->watcher, NULL, watch, g) == 0;
-    return g->watched || fail(err, ERROR_RUNTIME, "the thread that watches the ranks does not start");
+    group_writes(g, false);
 }
 
 /* ---- watching ---- */
@@ -433,9 +432,9 @@ static beat own_beat(group *g)
 
 static void note_beat(peer *p, beat now)
 {
-    if (now.progress != p->last.progress || now.writes) p->changed = clock_seconds();
-    p->last = now;
     p->heard = clock_seconds();
+    if (now.progress != p->last.progress || now.writes) p->changed = p->heard;
+    p->last = now;
 }
 
 /* What a message, or the end of the connection, says about a rank. */
@@ -443,14 +442,21 @@ static void listen_to(group *g, int rank)
 {
     peer *p = &g->peers[rank];
     last_words w = {.code = ERROR_RUNTIME, .rank = rank, .text = "ended without a message"};
-    const bool voice = g->place.rank == 0 || g->place.rank == 1;
     beat now;
     if (!hear(g, p->socket)) {
-        atomic_store(&p->gone, true);
-        if (!p->left && !atomic_load(&g->closing)) end(g, &w, voice && !g->place.launched);
+        atomic_store(&p->gone, true); // `smoe train --gpus` says how it ended
+        if (!p->left && !atomic_load(&g->closing)) end(g, &w, is_voice(g) && !g->place.launched);
         return;
     }
+    p->heard = clock_seconds();
     switch (g->in.kind) {
+    case SETTINGS:
+        if (!p->settings) p->settings = strndup(g->in.data, g->in.bytes);
+        break;
+    case KEY:
+        memcpy(g->key, g->in.data, sizeof g->key);
+        atomic_store(&g->has_key, true);
+        break;
     case ABORT:
         memcpy(&w, g->in.data, g->in.bytes < sizeof w ? g->in.bytes : sizeof w);
         end(g, &w, g->place.rank == 0);
@@ -464,8 +470,9 @@ static void listen_to(group *g, int rank)
     }
 }
 
-/* Rank 0: if no rank has made progress for too long, the one that has said nothing is hung, or else the one
- * with the least progress: the others wait for it. The other ranks: is rank 0 silent? */
+/* Rank 0: a rank that has said nothing for too long is hung. If all have made no progress for too long, it is
+ * the one that has said nothing since, or else the one with the least progress: the others wait for it. The
+ * other ranks: is rank 0 silent? */
 static void check_progress(group *g)
 {
     const double now = clock_seconds();
@@ -479,10 +486,10 @@ static void check_progress(group *g)
         silent = now - p->heard > 8 * BEAT_MS * 1e-3;
         if (silent || p->last.progress < g->peers[slowest].last.progress) slowest = r;
     }
-    if (!all) return;
+    if (!all && !(silent && now - g->peers[slowest].heard > g->peer_timeout)) return;
     last_words w = {.code = ERROR_RUNTIME, .rank = slowest};
     snprintf(w.text, sizeof w.text, "no progress for %.0f s (--peer-timeout)", g->peer_timeout);
-    end(g, &w, g->place.rank <= 1);
+    end(g, &w, is_voice(g));
 }
 
 /* On another rank than 0, rank 0's beats come whether it makes progress or not. */
@@ -523,8 +530,10 @@ void group_close(group *g)
     tell_all(g, BYE, NULL, 0);
     atomic_store(&g->closing, true);
     if (g->watched) pthread_join(g->watcher, NULL);
-    for (int r = 0; g->peers && r < g->place.ranks; r++)
+    for (int r = 0; g->peers && r < g->place.ranks; r++) {
         if (g->peers[r].socket >= 0) close(g->peers[r].socket);
+        free(g->peers[r].settings);
+    }
     free(g->peers);
     free(g);
 }

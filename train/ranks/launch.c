@@ -5,9 +5,11 @@
 #include <errno.h>
 #include <netinet/in.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -21,6 +23,8 @@ typedef struct children {
     int status[MOST_LAUNCHED]; // of waitpid
     bool killed[MOST_LAUNCHED];
     int count, running;
+    int first; // that ended badly; -1: none
+    int voice; // see place.h
 } children;
 
 /* A socket that listens on a free port of this host alone. */
@@ -47,7 +51,8 @@ static void set_number(const char *name, int value)
 }
 
 /* In the child: becomes rank `rank`. Returns only if that fails. */
-static void become(int rank, int ranks, bool cpus, int port, int listener, pid_t parent, char **argv)
+static void become(int rank, int ranks, bool cpus, int port, int listener, int voice, pid_t parent,
+                   char **argv)
 {
     const long threads = sysconf(_SC_NPROCESSORS_ONLN) / ranks;
     set_number("SMOE_RANK", rank);
@@ -56,6 +61,7 @@ static void become(int rank, int ranks, bool cpus, int port, int listener, pid_t
     setenv("SMOE_ADDRESS", "127.0.0.1", 1);
     set_number("SMOE_PORT", port);
     set_number("SMOE_LISTENER", listener);
+    set_number("SMOE_VOICE", voice);
     if (cpus && !getenv("OMP_NUM_THREADS")) set_number("OMP_NUM_THREADS", threads > 1 ? (int)threads : 1);
     if (rank > 0) close(listener);
     (void)prctl(PR_SET_PDEATHSIG, SIGTERM);
@@ -68,11 +74,12 @@ static bool start(children *c, int ranks, bool cpus, char **argv, const sigset_t
     int port, listener = make_listener(&port, err);
     const pid_t parent = getpid();
     if (listener < 0) return false;
+    c->voice = eventfd(1, EFD_NONBLOCK);
     for (int r = 0; r < ranks; r++) {
         const pid_t child = fork();
         if (child == 0) {
             sigprocmask(SIG_SETMASK, mask, NULL);
-            become(r, ranks, cpus, port, listener, parent, argv);
+            become(r, ranks, cpus, port, listener, c->voice, parent, argv);
             _exit(ERROR_RUNTIME);
         }
         if (child < 0) {
@@ -108,6 +115,7 @@ static bool reap(children *c)
             c->status[r] = status;
             c->running--;
             bad |= status != 0;
+            if (status != 0 && c->first < 0) c->first = r;
         }
     return bad;
 }
@@ -127,29 +135,34 @@ static void wait_all(children *c, const sigset_t *signals)
     }
 }
 
-/* The status of all, and a message if a rank ended so that it could not write one itself. */
+static int code_of(const children *c, int rank)
+{
+    const int status = c->status[rank];
+    return WIFEXITED(status) ? WEXITSTATUS(status) : ERROR_RUNTIME;
+}
+
+/* The status of all, and a message if a rank ended by a signal, or if none has written why it ended. */
 static int judge(const children *c, const char *name)
 {
+    enum { BY_SIGNAL = 128 }; // and above: a run that was interrupted and has said so
+    uint64_t one;
     int status = 0;
     for (int r = 0; r < c->count; r++) {
-        const int code = WIFEXITED(c->status[r]) ? WEXITSTATUS(c->status[r]) : ERROR_RUNTIME;
         if (WIFSIGNALED(c->status[r]) && !c->killed[r]) {
             fprintf(stderr, "%s: rank %d: ended by signal %d (%s)\n", name, r, WTERMSIG(c->status[r]),
                     strsignal(WTERMSIG(c->status[r])));
             return ERROR_RUNTIME;
         }
-        if (code == 1 || code == 126 || code == 127) {
-            fprintf(stderr, "%s: rank %d: ended with status %d\n", name, r, code);
-            return ERROR_RUNTIME;
-        }
-        if (!status) status = code;
+        if (!status) status = code_of(c, r);
     }
-    return status;
+    if (!status || status > BY_SIGNAL || read(c->voice, &one, sizeof one) != sizeof one) return status;
+    fprintf(stderr, "%s: rank %d: ended with status %d\n", name, c->first, code_of(c, c->first));
+    return ERROR_RUNTIME;
 }
 
 int launch_ranks(int ranks, bool cpus, char **argv, const char *name, error *err)
 {
-    children c = {.count = 0};
+    children c = {.first = -1, .voice = -1};
     sigset_t signals, before;
     if (ranks > MOST_LAUNCHED) {
         fail(err, ERROR_USAGE, "%d ranks on one host, at most %d", ranks, MOST_LAUNCHED);
@@ -165,5 +178,7 @@ int launch_ranks(int ranks, bool cpus, char **argv, const char *name, error *err
     if (!started) signal_all(&c, SIGKILL);
     wait_all(&c, &signals);
     sigprocmask(SIG_SETMASK, &before, NULL);
-    return started ? judge(&c, name) : -1;
+    const int status = started ? judge(&c, name) : -1;
+    (void)close(c.voice);
+    return status;
 }

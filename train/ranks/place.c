@@ -47,6 +47,7 @@ static bool from_launcher(rank_place *p, error *err)
     p->launched = true;
     return read_ranks(p, "SMOE_RANKS", "SMOE_RANK", "SMOE_LOCAL_RANK", err) &&
            read_address(p, "SMOE_ADDRESS", err) && read_number("SMOE_PORT", 1, MOST_PORT, &p->port, err) &&
+           read_number("SMOE_VOICE", 0, 1 << 20, &p->voice, err) &&
            (p->rank > 0 || read_number("SMOE_LISTENER", 0, 1 << 20, &p->listener, err));
 }
 

@@ -11,6 +11,7 @@ typedef struct rank_place {
     int port;          // on which it listens
     int listener;      // rank 0 under `smoe train --gpus`: a socket that listens already; else -1
     bool launched;     // by `smoe train --gpus`, which says how a rank ended that could not say it itself
+    int voice;         // then: an eventfd with the value 1, for the rank that writes the one message
 } rank_place;
 
 /* Reads the environment: of `smoe train --gpus` (SMOE_RANK), torchrun (RANK), srun (SLURM_STEP_NUM_TASKS) or

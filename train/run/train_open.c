@@ -281,8 +281,8 @@ static bool join_ranks(train_loop *r, error *err)
     if (!group_agree(s->group, all, err)) return false;
     // Not before: a key is a file of shared memory, and would stay if the ranks did not agree.
     if (r->rank == 0 && !device_comm_key(r->device, r->ranks, key, err)) return false;
-    return group_share_key(s->group, key, err) &&
-           (r->comm = device_comm(r->device, s->group, key, err)) != NULL;
+    group_share_key(s->group, key);
+    return (r->comm = device_comm(r->device, s->group, key, err)) != NULL;
 }
 
 static bool make_model(train_loop *r, error *err)
