@@ -19,8 +19,9 @@ import pytest
 STUDIES = Path(__file__).resolve().parent
 ROOT, ROUNDING, TEXT_RUN = STUDIES.parent, STUDIES / "rounding", STUDIES / "text_run"
 SMOE = Path(os.environ.get("SMOE_BUILD", ROOT / "build" / "release")) / "smoe"
-sys.path[:0] = [str(ROUNDING), str(TEXT_RUN)]
+sys.path[:0] = [str(ROUNDING), str(TEXT_RUN), str(STUDIES / "fp8")]
 
+import pairs  # noqa: E402
 import rounding_study  # noqa: E402
 import text_run_plot  # noqa: E402
 
@@ -44,6 +45,55 @@ def test_the_library_agrees_with_the_emulation_of_fp8(tmp_path):
     assert "every limit holds" in call(sys.executable, STUDIES / "fp8" / "fp8_errors.py", "--quick", "--records", records, **environment)
     tables = [json.loads(line)["table"] for line in records.read_text().splitlines()]
     assert [tables.count(table) for table in ("choices", "stress", "exponents", "means")] == [23, 51, 6, 12]
+
+
+def write_losses(out, arm, losses):
+    for seed, loss in enumerate(losses, 1):
+        (out / f"{arm}.{seed}.json").write_text(json.dumps({"arm": arm, "seed": seed, "val_loss": loss}) + "\n")
+
+
+def test_pairs_of_fp8_are_planned_from_chance_and_compared_by_seed(tmp_path):
+    # t is 2.1604 for 14 pairs, 2.0452 for 30: 14 are enough for a deviation of 0.00692, 30 for one of 0.01071
+    assert [pairs.pairs_needed(deviation) for deviation in (0, 0.0069, 0.00695, 0.0107, 1)] == [14, 14, 15, 30, 32]
+    program = STUDIES / "fp8" / "pairs.py"
+    plan = [program, "--plan", tmp_path]
+    write_losses(tmp_path, "bf16", [4.0] * 8)
+    write_losses(tmp_path, "higher", [4.0107, 3.9893] * 3 + [4.0])
+    runs = call(*plan).split()
+    assert runs[:3] == ["bf16.1", "higher.1", "bf16.2"] and runs[-1] == "bf16.20" and "f8.1" not in runs
+    write_losses(tmp_path, "higher", [4.0107, 3.9893] * 4)  # deviation 0.0107 sqrt(8 / 7) = 0.01144: 32 pairs, since 0.00419 with 31
+    runs = call(*plan).split()
+    assert runs[:4] == ["bf16.1", "f8.1", "bf16.2", "f8.2"] and len(runs) == 3 * 32
+    assert (tmp_path / "plan.txt").read_text().startswith("32 pairs, fixed on ")
+    write_losses(tmp_path, "higher", [4.0] * 8)
+    assert len(call(*plan).split()) == 3 * 32  # a plan stays
+    write_losses(tmp_path, "f8", [4.001, 4.002, 4.003])
+    files = sorted(tmp_path.glob("*.json"))
+    # mean 0.002, deviation 0.001: 4.3027 * 0.001 / sqrt(3); (0.002 + 0.00248) / 4 = 0.112 %
+    row = "| f8 | 3 | 4.0000 | +0.0020 | ± 0.0025 | 0.0010 | 14 | +0.0030 (3) | +0.112 |"
+    assert row in call(program, *files).splitlines()
+    write_losses(tmp_path, "f8", [4.01, 4.02, 4.03])
+    call(program, *files, status=1)  # beyond the bound
+    call(program, files[0], status=3)
+
+
+@needs_smoe
+def test_pairs_of_fp8_are_trained_and_resumed(tmp_path, data):
+    environment = {"SMOE": str(SMOE), "DATA": str(data), "OMP_NUM_THREADS": "1", "GPUS": "0 1", "STEPS": "3", "TAKES": "2"}
+    environment |= {"CONTEXT": "32", "BATCH": "2", "TOKENS": "512"}
+    environment["SIZES"] = "--layers 1 --hidden 16 --heads 2 --intermediate 16 --experts 4 --topk 2 --tied"
+    program, out = STUDIES / "fp8" / "pairs.sh", tmp_path / "out"
+    call(program, out, "1", "bf16.1", status=1, **environment)  # no run would end in 1 s
+    call(program, out, "9", "f16.1", status=2, **environment)
+    said = call(program, out, "60", "bf16.1", "higher.1", "f8.1", "f8-dgrad.2", **environment)
+    assert said.count("done on GPU") == 4 and "0 runs are left" in said
+    runs = {file.stem: json.loads(file.read_text()) for file in out.glob("*.json")}
+    assert [runs[name]["arm"] for name in sorted(runs)] == ["bf16", "f8-dgrad", "f8", "higher"]
+    assert runs["higher.1"]["lr"] / runs["bf16.1"]["lr"] == pytest.approx(1.00025, rel=1e-7)
+    assert "val_loss_f8" in runs["f8.1"] and "val_loss_f8" not in runs["bf16.1"] and runs["f8-dgrad.2"]["seed"] == 2
+    (out / "f8.1.json").unlink()
+    assert call(program, out, "60", "bf16.1", "f8.1", **environment).count("done on GPU") == 1
+    call(program, out, "60", "f8.3", status=3, **(environment | {"SIZES": "--hidden 7"}))
 
 
 def write_run(out, name, perplexity, added):
