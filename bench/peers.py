@@ -11,6 +11,7 @@ All get the same tensors and run by turns. docs/peers.md describes the method an
     bench/peers.py --show --markdown --plot ratios.png    # the repository's records, nothing is measured
     bench/peers.py --peers smoe-portable,scattermoe,scattermoe-mma,liger,liger-mma
                                                           # the portable kernels; -mma: Triton's code by mma.sync
+    bench/peers.py --peers smoe-f8,torchao-f8,sonicmoe    # fp8 beside bf16
     bench/peers.py --device cpu --dtype f32               # tries the program on tiny layers, without a GPU
 
 After each layer its records are appended to build/peers.jsonl, and the tables of this device are printed at the end. A
@@ -35,6 +36,7 @@ from comparison import page, records, suites, tables  # noqa: E402
 from comparison.processes import VARIABLES  # noqa: E402
 from comparison.run import BASE, JOBS, PEERS, Failed, Run, say  # noqa: E402
 
+NAMED_ONLY = ("loop", "smoe-concatenated", "smoe-portable", "smoe-f8", "torchao-f8", *VARIABLES)  # only if --peers names them
 MODELS, ROUTINGS, PARTS = ("0.5B", "1.4B", "7B", "tiny"), ("random", "uniform", "skewed"), ("experts", "layer")
 MEASURED = ("CMakeLists.txt", "cmake", "include", "src", "python")
 SMALL_PASSES = ["inference", "graph"]
@@ -140,7 +142,7 @@ def commit(root=ROOT):
 def default_peers(device):
     if device == "cpu":
         return ["smoe", "transformers", "loop"]
-    return [peer for peer in PEERS if peer not in ("loop", "smoe-concatenated", "smoe-portable", *VARIABLES)]
+    return [peer for peer in PEERS if peer not in NAMED_ONLY]
 
 
 def default_suite(options):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from . import deepgemm
+from . import deepgemm, torchao_f8
 
 
 class Job:
@@ -64,7 +64,7 @@ class Implementation(Job):
 
 class Smoe(Implementation):
     name, install, packages, devices = "smoe", "pip install .", ("smoe", "torch"), ("cuda", "cpu")
-    w1_layout = "interleaved"
+    w1_layout, options = "interleaved", {}
 
     def load(self):
         import smoe
@@ -76,12 +76,12 @@ class Smoe(Implementation):
         return ids.int(), weights.float()
 
     def bind(self, shape, w1, w2):
-        experts, layout = self.package.experts, self.w1_layout
-        return lambda x, ids, weights: experts(x, ids, weights, w1, w2, layout=layout)
+        experts, options = self.package.experts, {"layout": self.w1_layout} | self.options
+        return lambda x, ids, weights: experts(x, ids, weights, w1, w2, **options)
 
     def bind_layer(self, shape, w1, w2, router_weight):
-        moe, layout, K = self.package.moe, self.w1_layout, shape.K
-        return lambda x: moe(x, router_weight, w1, w2, top_k=K, score="topk_softmax", layout=layout).out
+        moe, options = self.package.moe, {"top_k": shape.K, "score": "topk_softmax", "layout": self.w1_layout} | self.options
+        return lambda x: moe(x, router_weight, w1, w2, **options).out
 
 
 class SmoeConcatenated(Smoe):
@@ -115,6 +115,12 @@ class SmoePortable(Smoe):
             kernels = self.package.native.library.smoe_kernels_string(context.handle).decode()
             if "portable" not in kernels:
                 raise RuntimeError(f"the kernels are {kernels!r}")
+
+
+class SmoeF8(Smoe):
+    """smoe's fp8, beside the bf16 of the others: all GEMMs in e4m3, the weights quantised in every forward."""
+
+    name, options = "smoe-f8", {"compute": "f8"}
 
 
 class SonicMoe(Implementation):
@@ -242,6 +248,24 @@ class DeepGemm(Implementation):
 
     def bind(self, shape, w1, w2):
         return lambda x, ids, weights: deepgemm.Experts.apply(x, ids, weights, w1, w2, self.made)
+
+
+class TorchaoF8(Implementation):
+    """torchao's grouped GEMMs in fp8, and what is around them (torchao_f8.py)."""
+
+    name, packages, install = "torchao-f8", ("torchao", "torch"), "pip install torchao==0.18.0"
+
+    def load(self):
+        from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm
+
+        self.use(_to_fp8_rowwise_then_scaled_grouped_mm, torch.compile)
+
+    def use(self, grouped_mm, compiled):
+        functions = (torchao_f8.gather, deepgemm.activate, torchao_f8.scatter_backward, deepgemm.scatter)
+        self.made = SimpleNamespace(grouped_mm=grouped_mm, **{one.__name__: compiled(one) for one in functions})
+
+    def bind(self, shape, w1, w2):
+        return lambda x, ids, weights: torchao_f8.experts(x, ids, weights, w1, w2, self.made)
 
 
 class ByMmaSync:
@@ -378,7 +402,7 @@ class Bound(Job):
 ALL = {
     made.name: made
     for made in (
-        Smoe(), SmoeConcatenated(), SmoePortable(), SonicMoe(), ScatterMoe(), ScatterMoeMma(), Momoe(), MomoeMma(), Liger(),
-        LigerMma(), DeepGemm(), GroupedMm(), Transformers(), Loop(), Bound()
+        Smoe(), SmoeConcatenated(), SmoePortable(), SmoeF8(), SonicMoe(), ScatterMoe(), ScatterMoeMma(), Momoe(), MomoeMma(), Liger(),
+        LigerMma(), DeepGemm(), TorchaoF8(), GroupedMm(), Transformers(), Loop(), Bound()
     )
 }  # fmt: skip

@@ -11,8 +11,8 @@ from .processes import VARIABLES, Died, Failed, TimeUp, group
 
 BASE = "smoe"
 PEERS = (
-    "smoe", "smoe-concatenated", "smoe-portable", "sonicmoe", "scattermoe", "momoe", "liger", "deepgemm", "grouped_mm",
-    "transformers", "loop", "cublas", *VARIABLES,
+    "smoe", "smoe-concatenated", "smoe-portable", "smoe-f8", "sonicmoe", "scattermoe", "momoe", "liger", "deepgemm", "torchao-f8",
+    "grouped_mm", "transformers", "loop", "cublas", *VARIABLES,
 )  # fmt: skip
 JOBS = ("alone", "smoe-ep", "a2a-smoe", "a2a-grouped_mm", "torch")  # of --ranks, comparison/ranks.py
 # Makes SonicMoE's tuner ignore the timings that it keeps in files. The other tuners start anew in every process.
