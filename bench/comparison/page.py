@@ -2,7 +2,7 @@
 it lacks, one number a cell. This module needs no torch."""
 
 from .records import SETTLE_S, settle_of
-from .tables import BASE, MIB, best, geometric_mean, grouped, mean_of, ratio
+from .tables import BASE, MIB, best, geometric_mean, grouped, ratio
 
 NAMES = {"sonicmoe": "SonicMoE", "scattermoe": "ScatterMoE", "momoe": "MoMoE", "grouped_mm": "torch's grouped_mm",
          "transformers": "Transformers, grouped_mm", "deepgemm": "DeepGEMM", "smoe-portable": "smoe, portable",
@@ -10,6 +10,8 @@ NAMES = {"sonicmoe": "SonicMoE", "scattermoe": "ScatterMoE", "momoe": "MoMoE", "
          "liger-mma": "Liger by mma.sync", "cublas": "cuBLAS, the GEMMs alone", BASE: BASE}  # fmt: skip
 OTHERS = ("scattermoe", "momoe", "liger", "grouped_mm", "transformers", "deepgemm", "smoe-portable", "scattermoe-mma",
           "momoe-mma", "liger-mma", "cublas")  # fmt: skip
+F8 = "smoe-f8"
+BESIDE_F8 = {BASE: "smoe, bf16", "sonicmoe": "SonicMoE, bf16", "torchao-f8": "torchao, fp8"}
 PASSES = ("forward", "backward", "both")
 BY_LAYER = ("paper", "models")  # suites whose layers have rows of their own
 ENOUGH = 0.75  # of the most layers that a commit has of a suite: newer ones with fewer are not shown
@@ -38,11 +40,14 @@ def _commits(records):
     return ", ".join(dict.fromkeys(record["commit"][:7] for record in records))
 
 
+def _usual(records):
+    return [r for r in records if settle_of(r) == SETTLE_S and r["dtype"] == "bf16" and "failed" not in r]
+
+
 def chosen(records):
-    """{(suite, part, routing, peer): (smoe's records, the peer's)}; steps by model instead of suite."""
-    usual = [r for r in records if settle_of(r) == SETTLE_S and r["dtype"] == "bf16" and "failed" not in r]
+    """{(suite, part, routing, peer): (smoe's records, the peer's)}; steps by model instead of suite. Nothing is in fp8."""
     found = {}
-    for (suite, part, routing), some in grouped(usual, _suite).items():
+    for (suite, part, routing), some in grouped(_usual(records), _suite).items():
         models = {r["shape"] for r in some} if part == "e2e" else {suite}
         for name in sorted(models):
             own = [r for r in some if part != "e2e" or r["shape"] == name]
@@ -54,9 +59,17 @@ def chosen(records):
     return found
 
 
+def beside_f8(records):
+    """{peer: records}, suite `paper`: smoe in fp8 and what was measured beside it at the same commits."""
+    usual = [r for r in _usual(records) if _suite(r) == ("paper", "experts", "random") and r["peer"] in (F8, *BESIDE_F8)]
+    layers = {(r["shape"], r["commit"]) for r in _newest_enough([r for r in usual if r["peer"] == F8])}
+    return grouped([r for r in usual if (r["shape"], r["commit"]) in layers], lambda r: r["peer"])
+
+
 def used(records):
     """The records that the page is made of."""
-    ids = {id(record) for pair in chosen(records).values() for some in pair for record in some}
+    every = [*(some for pair in chosen(records).values() for some in pair), *beside_f8(records).values()]
+    ids = {id(record) for some in every for record in some}
     return [record for record in records if id(record) in ids]
 
 
@@ -75,12 +88,16 @@ def _ratios(theirs, measured):
     return [one for one in found if one]
 
 
-def _mean_and_least(theirs):
+def _mean_and_least(values_of):
+    """values_of: pass -> the layers' ratios."""
     cells = []
-    for measured in PASSES:
-        ratios = _ratios(theirs, measured)
-        cells += [f"{mean_of(ratios).value:.2f}", f"{min(one.value for one in ratios):.2f}"] if ratios else ["", ""]
+    for values in map(values_of, PASSES):
+        cells += [f"{geometric_mean(values):.2f}", f"{min(values):.2f}"] if values else ["", ""]
     return cells
+
+
+def _beside_smoe(theirs):
+    return _mean_and_least(lambda measured: [one.value for one in _ratios(theirs, measured)])
 
 
 def _memory(mine, theirs):
@@ -99,7 +116,7 @@ def _what(suite, part, routing):
 
 
 def _suites(found):
-    rows = [[_what(*key[:3]), str(len({r["shape"] for r in theirs})), _commits(theirs), *_mean_and_least(theirs)]
+    rows = [[_what(*key[:3]), str(len({r["shape"] for r in theirs})), _commits(theirs), *_beside_smoe(theirs)]
             for key, (_, theirs) in found.items() if key[3] == "sonicmoe" and key[1] != "e2e"]  # fmt: skip
     columns = ["suite", "layers", "commit", "forward", "least", "backward", "least", "both", "least"]
     return _table("**SonicMoE's time / smoe's time**, geometric mean and least of each suite:", columns, rows)
@@ -134,10 +151,28 @@ def _others(found):
         key = ("paper", "experts", "random", peer)
         if key in found:
             mine, theirs = found[key]
-            rows.append([NAMES[peer], str(len({r["shape"] for r in theirs})), _commits(theirs), *_mean_and_least(theirs),
+            rows.append([NAMES[peer], str(len({r["shape"] for r in theirs})), _commits(theirs), *_beside_smoe(theirs),
                          *_memory(mine, theirs)])  # fmt: skip
     columns = ["suite paper", "layers", "commit", "forward", "least", "backward", "least", "both", "least", "memory kept", "peak"]
     title = "**Other implementations / smoe**, times and memory, random routing:"
+    return _table(title, columns, rows) if rows else []
+
+
+def _over_f8(theirs, fast, measured):
+    """The times of `theirs` / those of smoe in fp8, by layer: both are known as ratios to smoe in bf16."""
+    of_f8 = {r["shape"]: one.value for r in fast if (one := ratio(r, measured))}
+    of_others = {r["shape"]: 1.0 if r["peer"] == BASE else one.value for r in theirs if r["peer"] == BASE or (one := ratio(r, measured))}
+    return [value / of_f8[shape] for shape, value in of_others.items() if shape in of_f8]
+
+
+def _f8(beside):
+    fast, rows = beside.get(F8, []), []
+    for peer, name in BESIDE_F8.items():
+        if theirs := beside.get(peer):
+            cells = _mean_and_least(lambda measured, theirs=theirs: _over_f8(theirs, fast, measured))
+            rows.append([name, str(len({r["shape"] for r in theirs})), _commits(theirs), *cells])
+    columns = ["suite paper", "layers", "commit", "forward", "least", "backward", "least", "both", "least"]
+    title = "**The other's time / that of smoe in fp8**, the weights quantised in every step:"
     return _table(title, columns, rows) if rows else []
 
 
@@ -161,4 +196,4 @@ def block(records):
     for (suite, part, routing, peer), (mine, theirs) in found.items():
         if (part, routing, peer) == ("experts", "random", "sonicmoe") and suite in BY_LAYER:
             lines += _layers(suite, mine, theirs)
-    return "\n".join([*lines, *_others(found), *_steps(found)])
+    return "\n".join([*lines, *_others(found), *_f8(beside_f8(records)), *_steps(found)])

@@ -491,5 +491,20 @@ def test_the_page_has_the_newest_commit_with_most_layers():
     assert any(line.startswith("| 7B-n512 | 1 |  | 1.50 |") for line in lines)
 
 
+def test_fp8_stands_beside_bf16_in_a_table_of_its_own():
+    """smoe in bf16 takes 2 and 4 ms, in fp8 1.6 and 3.2; SonicMoE 2.4 and 4.8; torchao in fp8 1.6 and 8."""
+    bf16 = [timed("smoe", 2.0, 4.0), timed("sonicmoe", 2.4, 4.8)]
+    f8 = [timed("smoe-f8", 1.6, 3.2), timed("torchao-f8", 1.6, 8.0)]
+    alone, lines = ([line for line in page.block(some).splitlines() if line.strip("|-")] for some in (bf16, bf16 + f8))
+    assert page.used(bf16 + f8) == bf16 + f8 and page.used(f8) == f8
+    new = [line for line in lines if line not in alone]
+    assert [line for line in lines if line in alone] == alone
+    assert new[0].startswith("**The other's time / that of smoe in fp8**") and new[2:] == [
+        "| smoe, bf16 | 1 | c1 | 1.25 | 1.25 | 1.25 | 1.25 | 1.25 | 1.25 |",
+        "| SonicMoE, bf16 | 1 | c1 | 1.50 | 1.50 | 1.50 | 1.50 | 1.50 | 1.50 |",
+        "| torchao, fp8 | 1 | c1 | 1.00 | 1.00 | 2.50 | 2.50 | 2.00 | 2.00 |",
+    ]
+
+
 def test_the_page_without_records_says_so():
     assert page.block([]) == "No records yet.\n"
