@@ -179,6 +179,24 @@ static void a_rank_that_is_silent_from_the_start_is_named(void **state)
     close(reserved);
 }
 
+static void another_version_is_named(void **state)
+{
+    static const char settings[] = "smoe 0.0.1\n";
+    const uint32_t hello[] = {0x656f6d73, 0, 2 * sizeof(uint32_t), 1, 2},
+                   head[] = {0x656f6d73, SETTINGS, sizeof settings - 1};
+    int port;
+    const int reserved = reserve_port(&port);
+    const pid_t run = start_rank(state, 0, 2, port, "messages");
+    const int made = reach_rank_0(port);
+    assert_true(send(made, hello, sizeof hello, 0) == sizeof hello);
+    assert_true(send(made, head, sizeof head, 0) == sizeof head);
+    assert_true(send(made, settings, sizeof settings - 1, 0) == sizeof settings - 1);
+    assert_int_equal(status_of(run), 3);
+    assert_message(state, "messages", "smoe train: rank 1: has smoe 0.0.1, but rank 0 has smoe ");
+    close(made);
+    close(reserved);
+}
+
 /* Under --gpus any rank may say it, but one alone does. */
 static void a_silent_rank_0_is_named_once(void **state)
 {
@@ -434,6 +452,7 @@ int main(int argc, char **argv)
                                         folder_teardown),
         cmocka_unit_test_setup_teardown(a_rank_that_is_silent_from_the_start_is_named, set_up,
                                         folder_teardown),
+        cmocka_unit_test_setup_teardown(another_version_is_named, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_silent_rank_0_is_named_once, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_rank_that_says_nothing_has_its_status_named, set_up,
                                         folder_teardown),

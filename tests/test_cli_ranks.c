@@ -245,30 +245,41 @@ static pid_t process_of(pid_t parent, int rank)
         if (memmem(text, size, wanted, (size_t)length)) found = pid;
     }
     closedir(all);
-    assert_true(found > 0);
     return found;
 }
 
-/* Kills each rank in turn at several moments. The checkpoints that are there can be resumed, by one rank. */
+static pid_t wait_for_process(pid_t parent, int rank)
+{
+    const double end = clock_seconds() + HANG_SECONDS;
+    pid_t found;
+    while ((found = process_of(parent, rank)) <= 0) {
+        if (clock_seconds() > end) fail_msg("rank %d does not start", rank);
+        usleep(1000);
+    }
+    return found;
+}
+
+/* Kills each rank in turn at several moments: three times while the ranks start, three times in a step, and
+ * three times most likely while a checkpoint is written. The checkpoints that are there can be read. */
 static void a_killed_rank_ends_the_run(void **state)
 {
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 9; i++) {
         char out[32], command[512], message[64];
-        const int rank = i % 3;
+        const int rank = i % 3, starts = i < 3;
         snprintf(out, sizeof out, "kill%d", i);
         snprintf(command, sizeof command,
                  "train -o %s --gpus 3 " TINY "--batch 6 --device cpu --steps 100000000 --logs "
-                 "100000000 --checkpoints 5000000 --evaluations 0 text.txt",
-                 out);
+                 "100000000 --checkpoints %d --evaluations 0 text.txt",
+                 out, i < 6 ? 5000000 : 100000000);
         const pid_t run = start(state, "", command, "messages");
-        wait_for_log(state, out, 0);
-        usleep((useconds_t)(i * 70000));
-        kill(process_of(run, rank), SIGKILL);
+        if (!starts) wait_for_log(state, out, 0);
+        usleep((useconds_t)(i * 35000));
+        kill(wait_for_process(run, rank), SIGKILL);
         assert_int_equal(status_of(run), 3);
         snprintf(message, sizeof message, "smoe train: rank %d: ended by signal 9", rank);
         assert_message(state, "messages", message);
         snprintf(command, sizeof command, "eval --device cpu -c %s text.txt", out);
-        expect_quiet(state, command);
+        if (!starts) expect_quiet(state, command);
     }
 }
 
@@ -294,7 +305,7 @@ static void a_hung_rank_is_named(void **state)
     }
     for (int i = 0; i < RUNS; i++) {
         wait_for_log(state, runs[i].out, 0);
-        for (int r = runs[i].first; r <= runs[i].last; r++) kill(process_of(started[i], r), SIGSTOP);
+        for (int r = runs[i].first; r <= runs[i].last; r++) kill(wait_for_process(started[i], r), SIGSTOP);
     }
     for (int i = 0; i < RUNS; i++) {
         char message[64];
@@ -304,10 +315,24 @@ static void a_hung_rank_is_named(void **state)
     }
 }
 
-/* SIGTERM to the process that was started leaves a checkpoint, and the resumed run has the bits of one that
+/* Here it is every rank, at its start. */
+static void a_rank_without_memory_ends_the_run(void **state)
+{
+    const pid_t run =
+        start(state, "ASAN_OPTIONS=allocator_may_return_null=1",
+              "train -o none --gpus 2 " TINY "--experts 512 --hidden 4096 --intermediate 1048576 "
+              "--device cpu --steps 1 text.txt",
+              "messages");
+    assert_int_equal(status_of(run), 3);
+    const char *text = contents(state, "messages"), *found = strstr(text, "smoe train: rank ");
+    if (!found || !strstr(found, ": out of memory: ") || strstr(found + 1, "smoe train: "))
+        fail_msg("'%s'", text);
+}
+
+/* A stop leaves a checkpoint, and the resumed run has the bits of one that
  * was not stopped. The steps before the stop are not known. Their rate is constant, so that it does not
  * depend on how many follow. */
-static void a_stop_reaches_all_ranks(void **state)
+static void check_stop(void **state, int number)
 {
     const char *sizes =
         TINY "--device cpu --gpus 2 --evaluations 0 --checkpoints 1 --warmup 0 --end-lr 1 text.txt";
@@ -315,8 +340,8 @@ static void a_stop_reaches_all_ranks(void **state)
     snprintf(command, sizeof command, "train -o stopped --steps 100000000 --logs 100000000 %s", sizes);
     const pid_t run = start(state, "", command, "messages");
     wait_for_log(state, "stopped", 0);
-    kill(run, SIGTERM);
-    assert_int_equal(status_of(run), 128 + SIGTERM);
+    kill(run, number);
+    assert_int_equal(status_of(run), 128 + number);
     assert_message(state, "messages", "interrupted, go on with --resume");
     const long long steps = last_line(state, "stopped").step + 4;
     snprintf(command, sizeof command, "train -o stopped --resume --steps %lld %s", steps, sizes);
@@ -324,6 +349,16 @@ static void a_stop_reaches_all_ranks(void **state)
     snprintf(command, sizeof command, "train -o whole --steps %lld %s", steps, sizes);
     expect(state, command, 0, "done");
     assert_same_runs(state, "whole", "stopped");
+}
+
+static void a_stop_reaches_all_ranks(void **state)
+{
+    check_stop(state, SIGTERM);
+}
+
+static void an_interrupt_reaches_all_ranks(void **state)
+{
+    check_stop(state, SIGINT);
 }
 
 /* Its ranks and gnuplot are waited for although whoever started it ignores SIGCHLD. */
@@ -349,7 +384,9 @@ int main(void)
         cmocka_unit_test_setup_teardown(files_do_not_depend_on_the_ranks, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_killed_rank_ends_the_run, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_hung_rank_is_named, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(a_rank_without_memory_ends_the_run, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(a_stop_reaches_all_ranks, set_up, folder_teardown),
+        cmocka_unit_test_setup_teardown(an_interrupt_reaches_all_ranks, set_up, folder_teardown),
         cmocka_unit_test_setup_teardown(an_ignored_signal_of_children_changes_nothing, set_up,
                                         folder_teardown),
     };

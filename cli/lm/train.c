@@ -1,5 +1,6 @@
 /* `smoe train`: trains, then prints the result. train/run/train.h has the run itself. */
 #include "base/clock.h"
+#include "build_info.h"
 #include "cli/lm/data.h"
 #include "cli/lm/load.h"
 #include "cli/lm/progress.h"
@@ -264,6 +265,15 @@ static bool join_group(train_options *options, const char *name, error *err)
     return is_shared_text(s, err) && group_connect(&s->group, &place, options->peer_timeout, name, err);
 }
 
+/* In which the ranks must agree. */
+static void summarize(const train_options *options, char text[SUMMARY_BYTES])
+{
+    const int version = smoe_version(),
+              length = snprintf(text, SUMMARY_BYTES, "smoe %d.%d.%d of commit %s\n", version / 10000,
+                                version / 100 % 100, version % 100, BUILD_COMMIT);
+    train_options_summary(options, text + length, (size_t)(SUMMARY_BYTES - length));
+}
+
 static bool train(train_options *options, const char *name, bool *interrupted, error *err)
 {
     train_settings *s = &options->settings;
@@ -272,7 +282,7 @@ static bool train(train_options *options, const char *name, bool *interrupted, e
     if (!join_group(options, name, err) || !adopt_vocabulary(options, err) || !adopt_recipe(options, err) ||
         !adopt_sizes(options, err))
         return false;
-    train_options_summary(options, summary, sizeof summary);
+    summarize(options, summary);
     s->summary = summary;
     const bool first = !s->group || group_rank(s->group) == 0; // it alone says something
     if (first) show_device(s->device.name);
