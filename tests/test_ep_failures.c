@@ -115,7 +115,12 @@ CHANGE(other_activation, layer->activation = SMOE_ACTIVATION_GEGLU)
 CHANGE(higher_topk, layer->topk = 4)
 CHANGE(stored_in_bf16, layer->dtype = layer->gradient_type = SMOE_TYPE_BF16; layer->hidden = 144)
 CHANGE(only_inference, layer->inference = 1)
+CHANGE(other_entry, layer->entry = SMOE_ENTRY_FROM_LOGITS)
+CHANGE(other_gate_limit, layer->gate_limit = 7.5f)
 CHANGE(other_limit, layer->up_limit = 8.5f)
+CHANGE(other_alpha, layer->gate_alpha = 1.5f)
+CHANGE(other_offset, layer->up_offset = 0.5f)
+CHANGE(fewer_ranks, layer->ranks = 2)
 
 /* A case of which rank 1 has another layer than the others. Its buffers are those of a case of its own. */
 static void run_differing(const smoe_layer *layer, const smoe_layer *other, const char *words)
@@ -155,7 +160,12 @@ static void every_difference_is_named_with_both_values(void **state)
         {"topk is ", higher_topk},
         {"dtype is ", stored_in_bf16},
         {"training (not inference) is ", only_inference},
+        {"entry is ", other_entry},
+        {"7.5 on rank 1", other_gate_limit},
         {"8.5 on rank 1", other_limit},
+        {"1.5 on rank 1", other_alpha},
+        {"0.5 on rank 1", other_offset},
+        {"ranks is 4 on rank 0 and 2 on rank 1", fewer_ranks},
     };
     for (int i = 0; i < COUNT(differences); i++) {
         smoe_layer layer = ep_describe(4, 8, 3, SMOE_TYPE_F32);
