@@ -178,6 +178,11 @@ static void every_difference_is_named_with_both_values(void **state)
     smoe_layer layer = ep_describe(2, 8, 3, SMOE_TYPE_F32), other = layer;
     other.intermediate = 48;
     run_differing(&layer, &other, "intermediate is 40 on rank 0 and 48 on rank 1");
+    layer.entry = SMOE_ENTRY_FROM_LOGITS;
+    other = layer;
+    other.rounding = SMOE_ROUNDING_UP; /* may add rows to each expert */
+    other.tile = 16;
+    run_differing(&layer, &other, "most rows from one rank to another is 420 on rank 0 and 480 on rank 1");
 }
 
 /* ---- One thread for all ranks, with a difference in one call ---- */

@@ -304,7 +304,10 @@ bool group_connect(group **made, const rank_place *place, double peer_timeout, c
     if (!(place->rank == 0 ? accept_others(g, err) : find_first(g, err))) return false;
     // Rank 0 says nothing until all have come.
     const double now = clock_seconds() + (place->rank == 0 ? 0 : CONNECT_SECONDS);
-    for (int r = 0; r < place->ranks; r++) g->peers[r].changed = g->peers[r].heard = now;
+    for (int r = 0; r < place->ranks; r++) {
+        g->peers[r].changed = now;
+        g->peers[r].heard = now;
+    }
     g->watched = pthread_create(&g->watcher, NULL, watch, g) == 0;
     return g->watched || fail(err, ERROR_RUNTIME, "the thread that watches the ranks does not start");
 }
