@@ -1,10 +1,10 @@
 /* The option `sms` of a context. Values outside of its range are refused. Contexts with 1 SM, with 7, with
- * all but 16 and with all compute the same bits, and their persistent kernels have as many CTAs as the option
- * says. */
+ * all but 16 and with all compute the same bits, and as many of their kernels have a CTA for each SM that the
+ * option says as have one for each of the device without it. */
 #include "gpu.h"
 #include "open_cuda.h"
 
-enum { OUTPUTS = 6, PERSISTENT = 6 }; /* up, down, dh, dw2, dw1, dx_rows */
+enum { OUTPUTS = 6 };
 
 static int failures;
 
@@ -73,14 +73,22 @@ static int kernels_of(cudaGraph_t graph, int ctas)
 typedef struct sms_case {
     const char *name;
     int64_t tokens, hidden, intermediate, experts, topk;
+    smoe_compute compute;
 } sms_case;
 
-/* Forward and backward; the outputs go to `into`, one after the other. */
-static void run(smoe_context *context, const sms_case *c, int sms, gpu_buffer into[OUTPUTS])
+static smoe_layer layer_of(const sms_case *c)
 {
     smoe_layer l = SMOE_LAYER_INIT;
     l.tokens = c->tokens, l.hidden = c->hidden, l.intermediate = c->intermediate, l.experts = c->experts,
-    l.topk = c->topk;
+    l.topk = c->topk, l.compute = c->compute;
+    return l;
+}
+
+/* With fp8 the weights are quantised first. Forward and backward; the outputs go to `into`, one after the
+ * other. Returns how many kernels have `sms` CTAs. */
+static int run(smoe_context *context, const sms_case *c, int sms, gpu_buffer into[OUTPUTS])
+{
+    const smoe_layer l = layer_of(c);
     smoe_sizes sizes = SMOE_SIZES_INIT;
     must(context, smoe_query_sizes(context, &l, &sizes), c->name);
     srand(1);
@@ -88,6 +96,7 @@ static void run(smoe_context *context, const sms_case *c, int sms, gpu_buffer in
     const gpu_buffer x = random_bf16(x_count), wr = random_bf16(l.experts * l.hidden),
                      w1 = random_bf16(2 * w_count), w2 = random_bf16(w_count), dout = random_bf16(x_count),
                      logits = gpu_alloc((size_t)(l.tokens * l.experts) * 4),
+                     weights_f8 = gpu_alloc(sizes.weights_f8_bytes),
                      saved = gpu_alloc(sizes.saved_buffer_bytes),
                      forward_scratch = gpu_alloc(sizes.scratch_forward_bytes),
                      backward_scratch = gpu_alloc(sizes.scratch_backward_bytes);
@@ -108,25 +117,31 @@ static void run(smoe_context *context, const sms_case *c, int sms, gpu_buffer in
     b.dx = into[1].memory, b.dw1 = into[2].memory, b.dw2 = into[3].memory, b.drouter_weight = into[4].memory;
     b.dlogits = into[5].memory;
     b.scratch = backward_scratch.memory, b.scratch_size = sizes.scratch_backward_bytes;
+    smoe_quantize_args q = SMOE_QUANTIZE_ARGS_INIT;
+    q.w1 = w1.memory, q.w2 = w2.memory, q.experts = l.experts;
+    f.weights_f8 = b.weights_f8 = q.weights_f8 = weights_f8.memory;
+    f.weights_f8_size = b.weights_f8_size = q.weights_f8_size = sizes.weights_f8_bytes;
     cudaStream_t stream;
     cudaGraph_t graph;
     cudaGraphExec_t ready;
     CHECK_CUDA(cudaStreamCreate(&stream));
     CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    if (l.compute) must(context, smoe_quantize_weights(context, &l, &q, stream), c->name);
     must(context, smoe_layer_forward(context, &l, &f, stream), c->name);
     must(context, smoe_layer_backward(context, &l, &b, stream), c->name);
     CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-    if (l.tokens * l.topk > 128) /* no kernels for few rows, whose CTAs follow from their units */
-        check(kernels_of(graph, sms) >= PERSISTENT, c->name, sms, "a kernel has another number of CTAs");
+    const int kernels = kernels_of(graph, sms);
     CHECK_CUDA(cudaGraphInstantiate(&ready, graph, 0));
     CHECK_CUDA(cudaGraphLaunch(ready, stream));
     CHECK_CUDA(cudaStreamSynchronize(stream));
     CHECK_CUDA(cudaGraphExecDestroy(ready));
     CHECK_CUDA(cudaGraphDestroy(graph));
     CHECK_CUDA(cudaStreamDestroy(stream));
-    const gpu_buffer all[] = {x, wr, w1, w2, dout, logits, saved, forward_scratch, backward_scratch};
+    const gpu_buffer all[] = {
+        x, wr, w1, w2, dout, logits, weights_f8, saved, forward_scratch, backward_scratch};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         check(!gpu_free(all[i]), c->name, sms, "something was written outside a buffer");
+    return kernels;
 }
 
 static void compare(const sms_case *c, int sms, const gpu_buffer all[OUTPUTS], const gpu_buffer got[OUTPUTS])
@@ -143,9 +158,13 @@ static void compare(const sms_case *c, int sms, const gpu_buffer all[OUTPUTS], c
 int main(void)
 {
     static const sms_case cases[] = {
-        {"cooperative", 700, 72, 40, 5, 2}, {"ping-pong, stationary", 300, 200, 200, 4, 2},
-        {"stationary", 600, 256, 64, 3, 2}, {"split experts", 2600, 64, 64, 2, 1},
-        {"few rows", 6, 136, 72, 8, 3},
+        {"cooperative", 700, 72, 40, 5, 2, SMOE_COMPUTE_STORAGE},
+        {"ping-pong, stationary", 300, 200, 200, 4, 2, SMOE_COMPUTE_STORAGE},
+        {"stationary", 600, 256, 64, 3, 2, SMOE_COMPUTE_STORAGE},
+        {"split experts", 2600, 64, 64, 2, 1, SMOE_COMPUTE_STORAGE},
+        {"few rows", 6, 136, 72, 8, 3, SMOE_COMPUTE_STORAGE},
+        {"fp8", 300, 144, 80, 3, 2, SMOE_COMPUTE_F8},
+        {"fp8, dw in bf16", 150, 80, 48, 2, 2, SMOE_COMPUTE_F8_DGRAD},
     };
     smoe_destroy(open_cuda());
     int sms = 0;
@@ -156,11 +175,18 @@ int main(void)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         gpu_buffer all[OUTPUTS], got[OUTPUTS];
         smoe_context *whole = open_with(0, SMOE_OK);
-        run(whole, &cases[i], sms, all);
+        const smoe_layer layer = layer_of(&cases[i]);
+        if (smoe_supports(whole, &layer) == SMOE_ERROR_UNSUPPORTED) { /* fp8, portable kernels */
+            smoe_destroy(whole);
+            continue;
+        }
+        const int kernels = run(whole, &cases[i], sms, all);
         for (size_t j = 0; j < sizeof fewer / sizeof *fewer; j++) {
             if (fewer[j] < 1 || fewer[j] > sms) continue;
             smoe_context *part = open_with(fewer[j], SMOE_OK);
-            run(part, &cases[i], fewer[j], got);
+            const int same = run(part, &cases[i], fewer[j], got);
+            if (layer.tokens * layer.topk > 128) /* those for few rows have CTAs by their units */
+                check(same >= kernels, cases[i].name, fewer[j], "a kernel has another number of CTAs");
             compare(&cases[i], fewer[j], all, got);
             smoe_destroy(part);
         }
