@@ -226,7 +226,7 @@ static const layer_case cases[] = {
     {"accumulate twice", QUICK, .layer = {.accumulate = 1}, .draw = {ROUTER, LOSSES, BIASES}},
     {"accumulate, rows", .layer = {.accumulate = 1, ROWS}, .draw = {BIASES}},
     {"gradients in the storage type", QUICK, .layer = {G16}, .draw = {ROUTER, BIASES}},
-    {"4 chunks", QUICK, .layer = {.chunks = 4, .hidden = 200}, .draw = {ROUTER, LOSSES, BIASES}},
+    {"4 chunks", QUICK, .layer = {.chunks = 4, .hidden = 208}, .draw = {ROUTER, LOSSES, BIASES}},
     {"reuse saved", QUICK, .layer = {.reuse_saved = 1}, .draw = {ROUTER, BIASES}},
 
     /* bits */
@@ -287,7 +287,7 @@ static const layer_case cases[] = {
      .layer = {SIZES(90, 72, 24, 6, 2), SCORE(SIGMOID), ACT(RELU2), ROUND(UP), .tile = 8, G16,
                .reuse_saved = 1}},
     {"gradients, given topk", CHECK(GRADIENTS), TYPES(F32, BF16), .draw = {BIASES, BROKEN_IDS},
-     .layer = {SIZES(90, 72, 24, 6, 2), TOPK, G16, .reuse_saved = 1}},
+     .layer = {SIZES(90, 80, 48, 6, 2), TOPK, G16, .reuse_saved = 1}},
     {"gradients, rows", CHECK(GRADIENTS), ONLY(BF16), .draw = {WEIGHTED},
      .layer = {SIZES(90, 72, 24, 6, 1), ROWS, G16, .chunks = 2}},
 

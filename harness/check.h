@@ -21,7 +21,12 @@ run_outcome check_layer(const device *on, smoe_context *context, const smoe_laye
                         const oracle_draw *draw, const check_options *options, check_report *report,
                         void *user, char text[RUN_TEXT]);
 
-/* 5e-3 where bf16 is stored, 1e-3 for f16, 5e-6 for f32 alone. */
+/* 5e-3 where bf16 is stored, 1e-3 for f16, 5e-6 for f32 alone; with fp8 0.02 from the oracle that quantises
+ * too. */
 double check_cap(const smoe_layer *layer);
+
+/* tensor_judge or, with fp8, `got` against `stored` alone. */
+verdict check_judge(const smoe_layer *layer, tensor_id id, const tensor *got, const tensor *want,
+                    const tensor *stored, double cap);
 
 #endif

@@ -458,8 +458,8 @@ static bool repeat(run *r, const run_options *options, const tensors *first, int
     return done;
 }
 
-/* In two parts, the later experts first. Afterwards weights_f8 is an input. */
-static bool quantize_weights(run *r)
+/* In two parts, the later experts first. */
+bool run_quantize(run *r)
 {
     if (r->layer.compute == SMOE_COMPUTE_STORAGE) return true;
     const int64_t e = r->layer.experts, parts[] = {e / 2, e, 0, e / 2};
@@ -479,7 +479,13 @@ static bool quantize_weights(run *r)
         if (!call(r, "smoe_quantize_weights", smoe_quantize_weights(r->context, &r->layer, &q, NULL)))
             return false;
     }
-    return slot_keep(r, SLOT_WEIGHTS_F8);
+    return true;
+}
+
+/* Afterwards weights_f8 is an input. */
+static bool quantize_weights(run *r)
+{
+    return run_quantize(r) && (!r->wanted[SLOT_WEIGHTS_F8] || slot_keep(r, SLOT_WEIGHTS_F8));
 }
 
 static bool run_all(run *r, const oracle_drawn *drawn, const run_options *options, tensors *got)

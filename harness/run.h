@@ -92,6 +92,7 @@ void run_wanted(const smoe_layer *layer, const oracle_drawn *drawn, const run_op
 bool run_open(run *opened, const device *on, smoe_context *context, const smoe_layer *layer,
               const bool wanted[SLOTS]);
 bool run_make(run *made);
+bool run_quantize(run *r); // after the inputs, with fp8: weights_f8 of W1 and W2
 void run_close(run *closed);
 
 const char *slot_name(slot_id id);

@@ -94,6 +94,7 @@ static const field record[] = {{"commit", 's'},
                                {"E", 'i'},
                                {"K", 'i'},
                                {"dtype", 's'},
+                               {"compute", 's'},
                                {"routing", 's'},
                                {"rounding", 's'},
                                {"tile", 'i'},
@@ -171,6 +172,28 @@ static void records_have_the_documented_names(void **state)
     assert_int_equal(bench("--thiek 200,64,32,8,2 --no-bound --reuse", output, "layer", "all"), 1);
     assert_int_equal(bench("--thiek 200,64,32,8,2 --stage topk", output, "forward", "topk"), 1);
     assert_int_equal(bench("--thiek 200,64,32,8,2 --stage topk", output, "forward", "all"), 0);
+}
+
+/* Its errors are those of fp8, between a limit of bf16 and the program's own. */
+static void fp8_is_measured(void **state)
+{
+    static const char *const computes[] = {"f8", "f8-dgrad"};
+    for (int i = 0; i < 2; i++) {
+        char *output = *state, *at = output, arguments[128];
+        snprintf(arguments, sizeof arguments,
+                 "bench --json --repeats 1 --thiek 200,64,32,8,2 --dtype bf16 --compute %s", computes[i]);
+        assert_int_equal(run(arguments, false, output), 0);
+        int quantised = 0;
+        for (json_t *object; (object = next_object(&at)); json_decref(object)) {
+            check_fields(object, record, RECORD_FIELDS);
+            quantised += strcmp(text_of(object, "kernel"), "weights_f8") == 0;
+            assert_string_equal(text_of(object, "dtype"), "bf16");
+            assert_string_equal(text_of(object, "compute"), computes[i]);
+            if (strcmp(text_of(object, "kernel"), "all") != 0) continue;
+            assert_true(number_of(object, "max_rel_err") > 0.01 && number_of(object, "max_rel_err") < 0.12);
+        }
+        assert_int_equal(quantised, 1);
+    }
 }
 
 /* Lists of options: the records of the layer must come in this order of the variants. */
@@ -266,7 +289,7 @@ static void the_table_has_every_stage(void **state)
     assert_int_equal(run("bench --csv --repeats 1 --thiek 200,64,32,8,2", false, output), 0);
     assert_int_equal(strncmp(output, "commit,device,backend,suite,shape,T,d,n,E,K,dtype,", 50), 0);
     assert_non_null(
-        strstr(output, ",\"200,64,32,8,2\",200,64,32,8,2,f32,uniform,none,128,forward,all,layer,"));
+        strstr(output, ",\"200,64,32,8,2\",200,64,32,8,2,f32,f32,uniform,none,128,forward,all,layer,"));
 }
 
 static void bad_input_is_named(void **state)
@@ -307,6 +330,9 @@ static void bad_input_is_named(void **state)
         {"bench --shape 8B", 2, "no suite has a shape '8B'"},
         {"bench --shape models/7B-n256", 2, "no suite has a shape 'models/7B-n256'"},
         {"info --routing uniform,random --thiek 64,32,16,8,2", 2, "'uniform,random' is not one of uniform"},
+        {"bench --compute e5m2", 2, "--compute: 'e5m2' is not one of f8, f8-dgrad"},
+        {"bench --compute f8 --thiek 64,40,16,8,2", 2,
+         "hidden is 40, with SMOE_COMPUTE_F8 it must be a multiple of 16"},
         {"bench --unknown", 2, "unrecognized option"},
         {"bench stray", 2, "'stray' is not expected"},
         {"bench --thiek 64,32,16,64,2", 2, "E <= d"},
@@ -326,7 +352,7 @@ static void bad_input_is_named(void **state)
         {"--version 2>&1 >/dev/full #", 3, "No space left on device"},
         {"train --help 2>&1 >/dev/full #", 3,
          "smoe: cannot write to standard output: "}, // longer than a buffer
-        {"bench --help 2>&1 >/dev/full #", 3, "No space left on device"},
+        {"bench --help 2>&1 >/dev/full #", 3, "smoe: cannot write to standard output: "},
         {"info --usage 2>&1 >/dev/full #", 3, "No space left on device"},
         {"verify --quick --only nothing 2>&1 >/dev/full #", 3, "No space left on device"},
         {"--help 2>&1 >&- #", 3, "Bad file descriptor"},
@@ -443,6 +469,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(slow_blas_kernels_are_named),
         cmocka_unit_test(records_have_the_documented_names),
+        cmocka_unit_test(fp8_is_measured),
         cmocka_unit_test(lists_come_in_order),
         cmocka_unit_test(reuse_and_chunks_lower_the_peak),
         cmocka_unit_test(a_shape_is_found_by_its_name),

@@ -33,6 +33,7 @@ typedef enum fault {
     NEEDS_SCRATCH,    /* the backward reads data that the forward left in its scratch */
     PLAN_WRONG,       /* two rows of the plan are exchanged */
     NAN_SPREADS,      /* a NaN anywhere in x makes the last number of out NaN */
+    F8_CHANGED,       /* a quantised weight is changed */
     QUERY_OFF,        /* smoe_query_sizes states one byte less */
     CALL_FAILS
 } fault;
@@ -83,6 +84,8 @@ smoe_status __wrap_smoe_layer_forward(smoe_context *context, const smoe_layer *l
     if (wanted == PAST_THE_END) ((char *)out)[4 * size] ^= 1;
     if (wanted == BEFORE_THE_START) ((char *)args->scratch)[-1] ^= 1;
     if (wanted == INPUT_CHANGED) memset((char *)out + ((const char *)args->w1 - (const char *)out), 0, 4);
+    if (wanted == F8_CHANGED && args->weights_f8)
+        memset((char *)out + ((const char *)args->weights_f8 - (const char *)out), 1, 4);
     if (wanted == PLAN_WRONG) swap_rows(context, layer, args);
     if (wanted == NAN_SPREADS && any_nan(args->x, size)) out[size - 1] = NAN;
     return status;
@@ -175,6 +178,26 @@ static void exit_statuses_are_as_documented(void **state)
     assert_int_equal(verify_with(NO_FAULT, "--all", "--only=layer, sparse K 1"), 0);
 }
 
+/* fp8 is computed, and its faults are seen. */
+static void fp8_is_verified(void **state)
+{
+    (void)state;
+    static const char *const computes[] = {"--compute=f8", "--compute=f8-dgrad"};
+    static const char *const only[] = {"--only=swiglu, biases", "--only=same bits, given topk",
+                                       "--only=gradients, given topk", "--only=NaN in rows"};
+    for (size_t i = 0; i < COUNT(computes); i++) {
+        for (size_t k = 0; k < COUNT(only); k++)
+            assert_int_equal(verify_with(NO_FAULT, computes[i], only[k]), 0);
+        assert_int_equal(verify_with(F8_CHANGED, computes[i], only[0]), 1);
+        assert_int_equal(verify_with(LEFT_UNWRITTEN, computes[i], only[0]), 1);
+        assert_int_equal(verify_with(NOT_REPEATABLE, computes[i], only[1]), 1);
+        assert_int_equal(verify_with(NAN_SPREADS, computes[i], only[3]), 1);
+    }
+    assert_int_equal(verify_with(F8_CHANGED, only[0], NULL), 0);
+    assert_int_equal(verify_with(NO_FAULT, "--compute=f8", "--only=d = 8, n = 8"), 2); // not in fp8
+    assert_int_equal(verify_with(NO_FAULT, "--compute=bf8", NULL), 2);
+}
+
 /* Judges tensors with errors of known size. */
 static void errors_of_known_size_are_judged(void **state)
 {
@@ -256,6 +279,7 @@ int main(void)
         cmocka_unit_test(buffers_have_guards_and_poison),
         cmocka_unit_test(exit_statuses_are_as_documented),
         cmocka_unit_test(faults_are_seen),
+        cmocka_unit_test(fp8_is_verified),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

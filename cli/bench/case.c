@@ -34,6 +34,7 @@ static void list_wanted(const bench_case *c, smoe_entry entry, bool wanted[SLOTS
                              [SLOT_TOPK_WEIGHTS] = !logits,
                              [SLOT_W1] = true,
                              [SLOT_W2] = true,
+                             [SLOT_WEIGHTS_F8] = c->settings.compute != SMOE_COMPUTE_STORAGE,
                              [SLOT_DOUT] = back,
                              [SLOT_OUT] = true,
                              [SLOT_SAVED] = true,
@@ -165,13 +166,14 @@ bool bench_case_make(bench_case *made, const bench_settings *settings, const pro
                      const bench_shape *shape, error *err)
 {
     smoe_layer layer = problem_layer(problem, shape);
+    layer.compute = settings->compute;
     if (settings->scope == SCOPE_EXPERTS && problem->rounding == SMOE_ROUNDING_NONE)
         layer.entry = settings->entry;
     *made = (bench_case){.settings = *settings};
     made->threads = settings->threads > 0 ? settings->threads : omp_get_max_threads();
     bool good = check_scope(made, &layer, err) && open_run(made, &layer, err) && check_memory(made, err);
     if (good && !run_make(&made->run)) good = fail(err, ERROR_RUNTIME, "%s", made->run.text);
-    if (good && make_inputs(made, problem, err)) return true;
+    if (good && make_inputs(made, problem, err) && bench_quantize(made, NULL, err)) return true;
     bench_case_free(made);
     return false;
 }
@@ -227,6 +229,18 @@ bool bench_enqueue_backward(bench_case *c, error *err)
     return status == SMOE_OK || library_failed(c, status, err);
 }
 
+bool bench_enqueue_quantize(bench_case *c, error *err)
+{
+    const run *r = &c->run;
+    smoe_quantize_args args = SMOE_QUANTIZE_ARGS_INIT;
+    args.w1 = slot_data(r, SLOT_W1), args.w2 = slot_data(r, SLOT_W2);
+    args.weight_type = r->layer.dtype;
+    args.experts = r->layer.experts;
+    args.weights_f8 = slot_data(r, SLOT_WEIGHTS_F8), args.weights_f8_size = r->sizes.weights_f8_bytes;
+    const smoe_status status = smoe_quantize_weights(r->context, &r->layer, &args, c->stream);
+    return status == SMOE_OK || library_failed(c, status, err);
+}
+
 bool bench_prepare(bench_case *c, error *err)
 {
     if (!bench_prepared_apart(c)) return true;
@@ -255,6 +269,11 @@ bool bench_forward(bench_case *c, double *ms, error *err)
 bool bench_backward(bench_case *c, double *ms, error *err)
 {
     return timed(c, bench_enqueue_backward, ms, err);
+}
+
+bool bench_quantize(bench_case *c, double *ms, error *err)
+{
+    return c->run.layer.compute == SMOE_COMPUTE_STORAGE || timed(c, bench_enqueue_quantize, ms, err);
 }
 
 bool bench_read_counts(bench_case *c, int32_t *counts, error *err)

@@ -18,6 +18,7 @@ typedef struct bench_settings {
     const device *device;
     smoe_kernels kernels;
     bench_scope scope;
+    smoe_compute compute;
     smoe_entry entry; // of scope experts: FROM_TOPK or FROM_LOGITS
     bool backward;    // the backward is run as well
     int threads;      // 0: OpenMP's default
@@ -45,6 +46,7 @@ void bench_case_free(bench_case *freed);
 bool bench_enqueue_prepare(bench_case *c, error *err);
 bool bench_enqueue_forward(bench_case *c, error *err);
 bool bench_enqueue_backward(bench_case *c, error *err);
+bool bench_enqueue_quantize(bench_case *c, error *err); // with fp8: the weights
 
 /* The same, and waits for it. Times since the reset are in the clock. *ms (may be NULL) is the time of the
  * pass.
@@ -53,6 +55,7 @@ bool bench_prepare(bench_case *c, error *err);
 bool bench_prepared_apart(const bench_case *c); // does anything run before the time is taken?
 bool bench_forward(bench_case *c, double *ms, error *err);
 bool bench_backward(bench_case *c, double *ms, error *err);
+bool bench_quantize(bench_case *c, double *ms, error *err); // without fp8 nothing
 
 /* counts (E): rows of each expert in the plan of the last forward. */
 bool bench_read_counts(bench_case *c, int32_t *counts, error *err);

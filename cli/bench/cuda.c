@@ -13,7 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { MOST_IN_ROUND = 250, ALONE_SETTLE_MS = 50, HEAT_MS = 1000, AHEAD_MS = 1, MOST_TURNS = 9 };
+enum { MOST_IN_ROUND = 250, ALONE_SETTLE_MS = 50, HEAT_MS = 1000, AHEAD_MS = 1, MOST_TURNS = 10 };
 _Static_assert((int)MOST_IN_ROUND <= (int)SUSTAINED_MOST, "a round's launches fit between the clock's marks");
 _Static_assert((int)MOST_TURNS <= (int)TURNS_MOST, "jobs that take turns");
 
@@ -123,6 +123,12 @@ static bool job_layer(void *user, error *err)
     return launch(m, m->layer, err);
 }
 
+static bool job_quantize(void *user, error *err)
+{
+    const meter *m = user;
+    return bench_enqueue_quantize(m->c, err);
+}
+
 static bool job_step(void *user, error *err)
 {
     return prepare_and_forward(user, err) && job_backward(user, err);
@@ -165,8 +171,8 @@ static void list_turns(meter *m)
 {
     static const smoe_stage stages[] = {SMOE_STAGE_UP,  SMOE_STAGE_DOWN,    SMOE_STAGE_DH,
                                         SMOE_STAGE_DW2, SMOE_STAGE_DX_ROWS, SMOE_STAGE_DW1};
-    _Static_assert(sizeof stages / sizeof stages[0] + 3 <= MOST_TURNS,
-                   "every GEMM and every pass has a turn");
+    _Static_assert(sizeof stages / sizeof stages[0] + 4 <= MOST_TURNS,
+                   "every GEMM, every pass and quantising has a turn");
     const double scale = cuda_yardstick_scale(&m->c->run.layer, m->yardstick.rows);
     for (size_t s = 0; m->yardstick.gemms && s < sizeof stages / sizeof stages[0]; s++)
         if (wants_gemm(m, stages[s]))
@@ -179,6 +185,8 @@ static void list_turns(meter *m)
         add_turn(m, (turn){before_backward, job_backward, 0, 1.0, offsetof(bench_times, backward)});
     if (m->passes & PASS_LAYER)
         add_turn(m, (turn){job_prepare, job_layer, 0, 1.0, offsetof(bench_times, layer)});
+    if (m->c->run.layer.compute != SMOE_COMPUTE_STORAGE)
+        add_turn(m, (turn){NULL, job_quantize, 0, 1.0, offsetof(bench_times, quantize)});
 }
 
 static bool take_turn(meter *m, const turn *job, int launches, bench_times *times, error *err)

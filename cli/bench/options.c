@@ -10,6 +10,7 @@ static const double DEFAULT_SETTLE = 0.02;
 enum {
     KEY_DEVICE = 1,
     KEY_KERNELS,
+    KEY_COMPUTE,
     KEY_THREADS,
     KEY_REPEATS,
     KEY_SECONDS,
@@ -28,6 +29,7 @@ static const struct argp_option options_table[] = {
     {NULL, 0, NULL, 0, "The measurement:", 2},
     {"device", KEY_DEVICE, "NAME", 0, "cpu (default) or cuda; with cuda the default --dtype is bf16", 2},
     {"kernels", KEY_KERNELS, "NAME", 0, KERNELS_HELP, 2},
+    {"compute", KEY_COMPUTE, "TYPE", 0, COMPUTE_HELP, 2},
     {"threads", KEY_THREADS, "N", 0, "Threads of the library and of the reference (default: OpenMP's)", 2},
     {"repeats", KEY_REPEATS, "N", 0,
      "How often each pass is timed (cuda: in at least two rounds, so the number may be rounded up)", 2},
@@ -46,7 +48,9 @@ static const struct argp_option options_table[] = {
      "or logits (top-K runs untimed; the backward ends with dlogits)",
      2},
     {"stage", KEY_STAGE, "NAME", 0,
-     "Write only the rows of this stage: router_gemm, topk, ..., all (the whole pass), routing or gemms", 2},
+     "Write only the rows of this stage: router_gemm, topk, ..., all (the whole pass), routing, gemms or "
+     "weights_f8",
+     2},
     {"no-bound", KEY_NO_BOUND, NULL, 0, "Leave the reference out", 2},
     {"alone", KEY_ALONE, NULL, 0, "cuda, without rounding: also time every kernel of a pass by itself", 2},
     {NULL, 0, NULL, 0, "Output:", 3},
@@ -100,13 +104,13 @@ static bool parse_entry(const char *text, smoe_entry *entry, error *err)
 
 static bool parse_stage(const char *text, const char **stage, error *err)
 {
-    static const char *const sums[] = {"all", "routing", "gemms"};
+    static const char *const sums[] = {"all", "routing", "gemms", "weights_f8"};
     *stage = text;
     for (size_t i = 0; i < sizeof sums / sizeof sums[0]; i++)
         if (strcmp(text, sums[i]) == 0) return true;
     for (int i = 0; i < STAGE_COUNT; i++)
         if (strcmp(text, smoe_stage_string(stage_at(i))) == 0) return true;
-    return fail(err, ERROR_USAGE, "--stage: '%s' is no stage, nor all, routing or gemms", text);
+    return fail(err, ERROR_USAGE, "--stage: '%s' is no stage, nor all, routing, gemms or weights_f8", text);
 }
 
 static bool parse_seconds(const char *option, const char *text, double *seconds, error *err)
@@ -128,6 +132,7 @@ static bool parse_option(bench_options *options, int key, const char *text, erro
     case KEY_KERNELS:
         if (parse_kernels(text, &options->settings.kernels)) return true;
         return fail(err, ERROR_USAGE, "--kernels: '%s' is neither best nor portable", text);
+    case KEY_COMPUTE: return parse_compute(text, &options->settings.compute, err);
     case KEY_THREADS:
         if (!parse_integer("--threads", text, 1, MOST_THREADS, &number, err)) return false;
         options->settings.threads = (int)number;

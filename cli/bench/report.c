@@ -22,6 +22,7 @@ static const table_column columns[] = {
     {"E", COLUMN_INTEGER, 0, true, NULL},
     {"K", COLUMN_INTEGER, 0, true, NULL},
     {"dtype", COLUMN_TEXT, 0, true, NULL},
+    {"compute", COLUMN_TEXT, 0, true, NULL},
     {"routing", COLUMN_TEXT, 0, true, NULL},
     {"rounding", COLUMN_TEXT, 0, true, NULL},
     {"tile", COLUMN_INTEGER, 0, true, NULL},
@@ -84,7 +85,7 @@ static double sum_stages(const double *values, stage_set stages)
     return sum;
 }
 
-/* What a row measures: the pass as a whole, or some of its stages. */
+/* What a row measures: the pass as a whole, or some of its stages; none: the weights are quantised. */
 typedef struct row {
     bench_pass pass;
     const char *kernel;
@@ -100,6 +101,7 @@ static stage_set stages_of(bench_pass pass)
 
 static double row_ms(const row *r, const bench_times *times)
 {
+    if (!r->stages) return times->quantize;
     if (!r->whole) return sum_stages(times->stage, r->stages);
     return r->pass == PASS_FORWARD    ? times->forward
            : r->pass == PASS_BACKWARD ? times->backward
@@ -174,7 +176,10 @@ static bool stage_ran(const bench_result *result, int stage)
 
 static double row_bytes(const bench_result *result, const row *r)
 {
-    double bytes = 0;
+    const run *of = &result->c->run;
+    double bytes =
+        r->stages ? 0
+                  : (double)(of->sizes.weights_f8_bytes + slot_bytes(of, SLOT_W1) + slot_bytes(of, SLOT_W2));
     for (int i = 0; i < STAGE_COUNT; i++)
         if (r->stages >> i & 1 && stage_ran(result, i)) bytes += bytes_of_stage(result, stage_at(i));
     return bytes;
@@ -185,12 +190,12 @@ static double row_launches(const bench_result *result, const row *r)
     double count = 0;
     for (int i = 0; i < STAGE_COUNT; i++)
         if (r->stages >> i & 1) count += result->launches[i];
-    return result->counted ? count : NAN;
+    return result->counted && r->stages ? count : NAN;
 }
 
 static double row_alone(const bench_result *result, const row *r)
 {
-    return result->timed_alone ? sum_stages(result->alone, r->stages) : NAN;
+    return result->timed_alone && r->stages ? sum_stages(result->alone, r->stages) : NAN;
 }
 
 static double row_alone_copy(const bench_result *result, const row *r)
@@ -243,6 +248,7 @@ static void put_problem(table *t, const bench_result *result)
     table_integer(t, l->experts);
     table_integer(t, l->topk);
     table_text(t, dtype_name(l->dtype));
+    table_text(t, layer_compute_name(l));
     table_text(t, routing_name(result->problem->routing));
     table_text(t, rounding_name(l->rounding));
     table_integer(t, l->tile);
@@ -314,6 +320,7 @@ static void put_caption(const bench_result *result)
            l->topk, dtype_name(l->dtype), activation_name(l->activation),
            routing_name(result->problem->routing), rounding_name(l->rounding));
     if (l->rounding != SMOE_ROUNDING_NONE) printf(" (tile %" PRId32 ")", l->tile);
+    if (l->compute) printf(", experts' GEMMs in %s", layer_compute_name(l));
     if (l->chunks > 1) printf(", %" PRId32 " chunks", l->chunks);
     if (l->reuse_saved) printf(", dH in H's place");
     if (result->c->settings.scope == SCOPE_EXPERTS) printf(", from given routing");
@@ -377,6 +384,8 @@ void bench_report(table *t, const bench_result *result)
     if (result->format == TABLE_ALIGNED) put_caption(result);
     for (size_t i = 0; i < sizeof passes / sizeof passes[0]; i++)
         if (result->passes & (int)passes[i]) put_pass(t, result, passes[i]);
+    const row quantize = {PASS_LAYER, "weights_f8", false, 0};
+    if (result->c->run.layer.compute != SMOE_COMPUTE_STORAGE) put_row(t, result, &quantize);
     table_flush(t);
     if (result->format == TABLE_ALIGNED) put_verdict(result);
 }

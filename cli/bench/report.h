@@ -10,7 +10,7 @@
 
 /* One repeat: milliseconds. */
 typedef struct bench_times {
-    double forward, backward, layer;
+    double forward, backward, layer, quantize;
     double stage[STAGE_COUNT];
     double dense[STAGE_COUNT]; // the yardstick's GEMMs
     double copy;               // a byte of traffic

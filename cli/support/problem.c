@@ -39,6 +39,8 @@ static const choice logits_types[] = {{"f32", SMOE_TYPE_F32}, {"bf16", SMOE_TYPE
 static const choice routings[] = {
     {"uniform", ROUTING_UNIFORM}, {"random", ROUTING_RANDOM}, {"skewed", ROUTING_SKEWED}, {NULL, 0}};
 
+static const choice computes[] = {{"f8", SMOE_COMPUTE_F8}, {"f8-dgrad", SMOE_COMPUTE_F8_DGRAD}, {NULL, 0}};
+
 static const char *choice_name(const choice *choices, int value)
 {
     for (; choices->name; choices++)
@@ -78,6 +80,20 @@ static bool parse_choice(const char *option, const choice *choices, const char *
         snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", c->name);
     }
     return fail(err, ERROR_USAGE, "%s: '%s' is not one of %s", option, text, names);
+}
+
+bool parse_compute(const char *text, smoe_compute *compute, error *err)
+{
+    int value = 0;
+    if (!parse_choice("--compute", computes, text, &value, err)) return false;
+    *compute = (smoe_compute)value;
+    return true;
+}
+
+const char *layer_compute_name(const smoe_layer *layer)
+{
+    return layer->compute == SMOE_COMPUTE_STORAGE ? dtype_name(layer->dtype)
+                                                  : choice_name(computes, (int)layer->compute);
 }
 
 /* Reads a whole number in decimal, also as 1e9 or 4.096e3. *wide: it does not fit 64 bits. */

@@ -62,6 +62,12 @@ const char *activation_name(smoe_activation activation);
 const char *rounding_name(smoe_rounding rounding);
 const char *routing_name(routing_kind routing);
 
+/* --compute of bench and verify: f8 or f8-dgrad. A layer's name has no --compute: that of its dtype. */
+#define COMPUTE_HELP                                                                                         \
+    "Experimental: the experts' GEMMs in fp8: f8, or f8-dgrad, all but those of the weight gradients"
+bool parse_compute(const char *text, smoe_compute *compute, error *err);
+const char *layer_compute_name(const smoe_layer *layer);
+
 /* A whole number of `text` (4096, 1e9, 4.096e3) within [least, most], or an error naming option, value and
  * limit. */
 bool parse_integer(const char *option, const char *text, int64_t least, int64_t most, int64_t *value,

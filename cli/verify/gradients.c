@@ -63,24 +63,25 @@ static smoe_backward_args arguments_for(const subsets *s, unsigned wanted)
     if (!(wanted & BIT(SLOT_DLOGITS))) b.dlogits = NULL;
     if (!(wanted & BIT(SLOT_DROW_WEIGHTS))) b.drow_weights = NULL;
     if (!(wanted & BIT(SLOT_DTOPK_WEIGHTS))) b.dtopk_weights = NULL, b.topk_ids = NULL;
-    if (!b.dw1 && !b.drouter_weight) b.x = NULL;
+    const bool dw2_reads_x = b.dw2 && s->r.layer.compute == SMOE_COMPUTE_F8;
+    if (!b.dw1 && !dw2_reads_x && !b.drouter_weight) b.x = NULL;
     if (!router) b.logits = NULL;
-    if (!da) b.w2 = NULL;
+    if (!da) b.w2 = b.weights_f8 = NULL;
     if (!da && !b.db2) b.dout = NULL;
     return b;
 }
 
 /* The stages that some gradients need, by the equations of smoe.h. On the CPU A' is computed from the stored
- * H; on a GPU the stage dh writes it. */
+ * H; on a GPU, and with fp8 for dw2, the stage dh writes it. */
 static unsigned stages_for(const subsets *s, unsigned wanted)
 {
     const bool from_logits = s->r.layer.entry == SMOE_ENTRY_FROM_LOGITS;
     const bool router = wanted & (BIT(SLOT_DROUTER_WEIGHT) | BIT(SLOT_DROUTER_BIAS) | BIT(SLOT_DLOGITS)) ||
                         (wanted & BIT(SLOT_DX) && from_logits && s->r.backward.router_weight);
     const unsigned dw2 = BIT(SLOT_DW2) | BIT(SLOT_DB2), dw1 = BIT(SLOT_DW1) | BIT(SLOT_DB1);
-    const bool on_gpu = s->v->on->backend == SMOE_BACKEND_CUDA;
+    const bool by_dh = s->v->on->backend == SMOE_BACKEND_CUDA || s->r.layer.compute == SMOE_COMPUTE_F8;
     unsigned stages = 0;
-    if (router || wanted & ~(on_gpu ? BIT(SLOT_DB2) : dw2)) stages |= 1u << SMOE_STAGE_DH / 10;
+    if (router || wanted & ~(by_dh ? BIT(SLOT_DB2) : dw2)) stages |= 1u << SMOE_STAGE_DH / 10;
     if (wanted & dw2) stages |= 1u << SMOE_STAGE_DW2 / 10;
     if (wanted & dw1) stages |= 1u << SMOE_STAGE_DW1 / 10;
     if (router) stages |= 1u << SMOE_STAGE_ROUTER_BWD / 10;
@@ -203,7 +204,7 @@ static bool make_full(subsets *s, smoe_context *context, const smoe_layer *layer
     run *r = &s->r;
     run_wanted(layer, drawn, &options, wanted);
     if (!run_open(r, s->v->on, context, layer, wanted) || !run_make(r) || !run_inputs(r, drawn) ||
-        !must(s, smoe_layer_forward(context, layer, &r->forward, stream_of(s))))
+        !run_quantize(r) || !must(s, smoe_layer_forward(context, layer, &r->forward, stream_of(s))))
         return false;
     s->saved = slot_read(r, SLOT_SAVED);
     for (int i = 0; i < GRADIENTS; i++) s->all |= (unsigned)wanted[SLOT_DX + i] << i;

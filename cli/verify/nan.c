@@ -132,7 +132,7 @@ static void judge_broken(verify *v, const smoe_layer *layer, const oracle_drawn 
     for (size_t i = 0; i < sizeof ids / sizeof ids[0]; i++) {
         const tensor_id id = ids[i];
         const verdict judged =
-            tensor_judge(id, &dirty->at[id], &want.at[id], &stored.at[id], check_cap(layer));
+            check_judge(layer, id, &dirty->at[id], &want.at[id], &stored.at[id], check_cap(layer));
         report_line(&v->report, (verify_line){tensor_names[id], judged.error, judged.limit, judged.ok, NULL});
     }
     tensors_free(&want);

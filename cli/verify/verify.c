@@ -13,6 +13,7 @@
 typedef struct verify_options {
     const device *on;
     smoe_kernels kernels;
+    smoe_compute compute;
     table_format format;
     bool quick, all, every_tensor, any_check;
     case_check check; /* instead of the case's own, if any_check is set */
@@ -30,6 +31,7 @@ enum {
     KEY_REPEATS,
     KEY_ONLY,
     KEY_KERNELS,
+    KEY_COMPUTE,
     KEY_ALL,
     KEY_CHECK,
     KEY_AGAIN,
@@ -40,6 +42,7 @@ enum {
 static const struct argp_option options_table[] = {
     {"device", KEY_DEVICE, "NAME", 0, "Backend: cpu (default) or cuda", 1},
     {"kernels", KEY_KERNELS, "NAME", 0, KERNELS_HELP, 1},
+    {"compute", KEY_COMPUTE, "TYPE", 0, COMPUTE_HELP, 1},
     {"gpu", KEY_GPU, "N", 0, "cuda: the number of the GPU (default 0)", 1},
     {"quick", KEY_QUICK, NULL, 0, "Run a short list of cases", 1},
     {"all", KEY_ALL, NULL, 0, "Run also the cases that are made for single kernels; many minutes", 1},
@@ -109,6 +112,7 @@ static error_t parse_shard(struct argp_state *state, verify_options *options, co
 static error_t parse(int key, char *text, struct argp_state *state)
 {
     verify_options *options = state->input;
+    error err;
     switch (key) {
     case KEY_DEVICE:
         if (strcmp(text, "cpu") != 0 && strcmp(text, "cuda") != 0)
@@ -119,6 +123,9 @@ static error_t parse(int key, char *text, struct argp_state *state)
     case KEY_KERNELS:
         if (!parse_kernels(text, &options->kernels))
             argp_error(state, "--kernels: '%s' is neither best nor portable", text);
+        return 0;
+    case KEY_COMPUTE:
+        if (!parse_compute(text, &options->compute, &err)) argp_error(state, "%s", err.text);
         return 0;
     case KEY_QUICK: options->quick = true; return 0;
     case KEY_JSON: options->format = TABLE_JSON; return 0;
@@ -154,10 +161,12 @@ static const table_column columns[] = {
     {"limit", COLUMN_NUMBER, 8, false, NULL}, {"ok", COLUMN_TEXT, 0, false, NULL},
     {"note", COLUMN_TEXT, 0, false, NULL}};
 
-/* Tries a layer that every backend runs. Returns NULL, or why the backend does not store this type. */
-static const char *refuses_type(verify *v, smoe_type dtype)
+/* Tries a layer that every backend runs. Returns NULL, or why the backend does not have this type, or not
+ * with `compute`. */
+static const char *refuses_type(verify *v, smoe_compute compute, smoe_type dtype)
 {
-    const layer_case any = {.layer = {.entry = SMOE_ENTRY_FROM_TOPK}}; /* every backend has it */
+    const layer_case any = {
+        .layer = {.entry = SMOE_ENTRY_FROM_TOPK, .compute = compute}}; /* every backend has it */
     const smoe_layer layer = case_layer(&any, dtype);
     return smoe_supports(v->context, &layer) == SMOE_ERROR_UNSUPPORTED ? smoe_last_error(v->context) : NULL;
 }
@@ -173,11 +182,19 @@ static void run_check_of(verify *v, const layer_case *c, case_check check, const
     checks[check](v, c, layer);
 }
 
+/* Does the backend or, because of its sizes, fp8 not have this layer? */
+static bool refuses(verify *v, const smoe_layer *layer)
+{
+    const smoe_status status = smoe_supports(v->context, layer);
+    return status == SMOE_ERROR_UNSUPPORTED || (layer->compute && status == SMOE_ERROR_SHAPE);
+}
+
 static void run_case(verify *v, const verify_options *options, const layer_case *c, smoe_type dtype)
 {
-    const smoe_layer layer = case_layer(c, dtype);
+    smoe_layer layer = case_layer(c, dtype);
+    layer.compute = options->compute;
     report_begin(&v->report, c->name, dtype_name(dtype));
-    if (smoe_supports(v->context, &layer) == SMOE_ERROR_UNSUPPORTED)
+    if (refuses(v, &layer))
         report_skip(&v->report, smoe_last_error(v->context));
     else
         run_check_of(v, c, options->any_check ? options->check : c->check, &layer);
@@ -206,7 +223,7 @@ static void run_cases(verify *v, const verify_options *options)
     const bool terminal = isatty(STDERR_FILENO);
     const layer_case *c;
     for (size_t t = 0; t < sizeof types / sizeof types[0]; t++) {
-        const char *refusal = refuses_type(v, types[t]);
+        const char *refusal = refuses_type(v, options->compute, types[t]);
         if (refusal) {
             report_begin(&v->report, "every case", dtype_name(types[t]));
             report_skip(&v->report, refusal);

@@ -190,15 +190,6 @@ static void check_scales(smoe_context *context)
     oracle_drawn_free(&drawn);
 }
 
-static bool quantize(const run *r)
-{
-    smoe_quantize_args args = SMOE_QUANTIZE_ARGS_INIT;
-    args.w1 = slot_data(r, SLOT_W1), args.w2 = slot_data(r, SLOT_W2);
-    args.experts = r->layer.experts;
-    args.weights_f8 = slot_data(r, SLOT_WEIGHTS_F8), args.weights_f8_size = r->sizes.weights_f8_bytes;
-    return smoe_quantize_weights(r->context, &r->layer, &args, NULL) == SMOE_OK;
-}
-
 /* Each gradient alone has the bits that it has among all, and only dw1 and dw2 need X. */
 static void check_gradients_alone(smoe_context *context)
 {
@@ -217,7 +208,7 @@ static void check_gradients_alone(smoe_context *context)
         run_wanted(&layer, &drawn, &options, wanted);
         for (int j = 0; j < 6; j++) wanted[slots[j]] = j == i;
         bool done = run_open(&r, device_find("cuda"), context, &layer, wanted) && run_make(&r) &&
-                    run_inputs(&r, &drawn) && quantize(&r) && run_forward(&r, &options);
+                    run_inputs(&r, &drawn) && run_quantize(&r) && run_forward(&r, &options);
         if (slots[i] != SLOT_DW1 && slots[i] != SLOT_DW2) r.backward.x = NULL;
         done = done && run_backward(&r, &options) && run_check(&r);
         void *got = done ? slot_read(&r, slots[i]) : NULL;
