@@ -63,7 +63,7 @@ def run(function, inputs, seed=1, **options):
     """The output, and the gradients of all leaves for a fixed dout."""
     out = function(**inputs, **options)
     out = out[0] if isinstance(out, tuple) else out
-    dout = randn(*out.shape, dtype=torch.float32, seed=seed).to(out.dtype)
+    dout = randn(*out.shape, dtype=torch.float32, seed=seed).to(out)
     names = [name for name, value in inputs.items() if value is not None and value.requires_grad]
     return dict(zip(["out", *names], [out.detach(), *torch.autograd.grad(out, [inputs[n] for n in names], dout)]))
 
