@@ -2,6 +2,7 @@
  * after another. docs/design.md describes the order and the scratch. */
 #include "host/backward.h"
 #include "host/f8_table.h"
+#include "host/launch_lora.h"
 #include "host/lora.h"
 #include "wanted.h"
 
@@ -10,6 +11,11 @@
 
 static_assert(sizeof(backward_scratch) <= sizeof((moe_layout *)0)->parts, "a layout holds it");
 
+static uint64_t larger(uint64_t a, uint64_t b)
+{
+    return a > b ? a : b;
+}
+
 /* The end of the memory with the four uses: that of the largest use, or of what dh reads and writes there.
  * tile: bytes of a weight gradient's. */
 static uint64_t shared_end(const moe_problem *p, const backward_scratch *s, uint64_t tile, uint64_t of_dh)
@@ -17,8 +23,8 @@ static uint64_t shared_end(const moe_problem *p, const backward_scratch *s, uint
     const uint64_t parts = (uint64_t)s->parts,
                    dx = (uint64_t)(p->padded_rows * p->chunk_columns * p->element);
     const uint64_t ends[SHARED_USES] = {
-        [SHARED_FOR_DW2] = s->parts2 + parts * (uint64_t)s->tiles2 * tile,
-        [SHARED_FOR_DW1] = s->parts1 + parts * (uint64_t)s->tiles1 * tile,
+        [SHARED_FOR_DW2] = s->parts2 + larger(parts * (uint64_t)s->tiles2 * tile, s->pair2),
+        [SHARED_FOR_DW1] = s->parts1 + larger(parts * (uint64_t)s->tiles1 * tile, s->pair1),
         [SHARED_FOR_ROUTER] = s->router.passing_end,
         [SHARED_FOR_DX] = s->shared + moe_align_up(dx),
     };
@@ -60,6 +66,8 @@ static void lay_out(const device_state *state, const moe_problem *p, int dw_last
     s.tiles2 = weight_tiles(d, n, 1);
     s.tiles1 = weight_tiles(d, n, p->gated ? 2 : 1);
     s.parts = moe_split_bound(blocks, s.tiles2, state->device.sms);
+    s.pair2 = moe_cuda_low_pair_bytes(&state->device, blocks, d, layer->lora_rank2);
+    s.pair1 = moe_cuda_low_pair_bytes(&state->device, blocks, (int)p->h_width, layer->lora_rank1);
     s.ds_parts = (n + kernels->ds_columns - 1) / kernels->ds_columns;
     const uint64_t parts = (uint64_t)s.parts, tile = kernels->weight_tile_bytes;
     s.tiles = s.counts + moe_align_up(6 * sizeof(int32_t));

@@ -47,6 +47,7 @@ typedef struct backward_scratch {
     uint64_t shared;        /* where the memory with the four uses begins; SMOE_COMPUTE_F8: dh, too */
     uint64_t a, parts2;     /* SHARED_FOR_DW2; a is at its begin, or before it if dw2 comes after dx */
     uint64_t parts1;        /* SHARED_FOR_DW1 */
+    uint64_t pair2, pair1;  /* bytes of LoRA's sums at parts2 and parts1; 0: two kernels */
     int64_t parts;          /* bound on pieces of split experts */
     int32_t tiles2, tiles1; /* of an expert's dW2 and dW1 */
     int32_t ds_parts;       /* without b2's */

@@ -64,6 +64,7 @@ static cudaError_t prepare_kernels(device_state *state)
     if (status == cudaSuccess) status = moe_cuda_plan_rows_init(device);
     if (status == cudaSuccess) status = moe_cuda_routing_init(device);
     if (status == cudaSuccess) status = moe_cuda_lora_init(device);
+    if (status == cudaSuccess) status = moe_cuda_low_pair_init(device);
     return status == cudaSuccess ? state->kernels->init(device, state->own) : status;
 }
 

@@ -38,6 +38,28 @@ typedef struct moe_cuda_low_sums {
     int32_t rank, experts, accumulate;
 } moe_cuda_low_sums;
 
+/* Both products of the same rows, with one read of them: experts/lora_pair.cu. One of them may be NULL, which
+ * does not change the other's bits. */
+typedef struct moe_cuda_low_pair {
+    const void *rows; /* as in moe_cuda_project */
+    const int32_t *row_token;
+    const void *factor;      /* (experts, width, rank) */
+    void *low;               /* (padded_rows, rank) = rows[r] factor[e], written */
+    const void *other;       /* (padded_rows, rank) */
+    const float *row_weight; /* (padded_rows), or NULL: all are 1 */
+    void *gradient;          /* (experts, width, rank): the sum of rows[r] and row_weight[r] other[r] */
+    float *parts;            /* moe_cuda_low_pair_bytes */
+    const int32_t *block_offsets, *block_expert;
+    int32_t width, rank, experts, accumulate;
+} moe_cuda_low_pair;
+
+cudaError_t moe_cuda_low_pair_init(const moe_device *device);
+cudaError_t moe_cuda_low_pair_launch(const moe_launch *on, const moe_cuda_low_pair *pair,
+                                     smoe_type gradient_type);
+
+/* For so many blocks of rows. 0: this width and rank have no such kernel. */
+uint64_t moe_cuda_low_pair_bytes(const moe_device *device, int64_t blocks, int width, int rank);
+
 cudaError_t moe_cuda_lora_init(const moe_device *device);
 cudaError_t moe_cuda_project_launch(const moe_launch *on, const moe_cuda_project *project);
 cudaError_t moe_cuda_low_sum_launch(const moe_launch *on, const moe_cuda_low_sums *sums,
