@@ -172,7 +172,7 @@ def _f8(beside):
             cells = _mean_and_least(lambda measured, theirs=theirs: _over_f8(theirs, fast, measured))
             rows.append([name, str(len({r["shape"] for r in theirs})), _commits(theirs), *cells])
     columns = ["suite paper", "layers", "commit", "forward", "least", "backward", "least", "both", "least"]
-    title = "**The other's time / that of smoe in fp8**, the weights quantised in every step:"
+    title = "**fp8 against bf16**: the other's time / that of `smoe-f8`, the weights quantised in every step:"
     return _table(title, columns, rows) if rows else []
 
 
