@@ -77,6 +77,11 @@ def test_pairs_of_fp8_are_planned_from_chance_and_compared_by_seed(tmp_path):
     call(program, files[0], status=3)
 
 
+def test_records_of_fp8_pairs_give_the_table_of_their_page():
+    table = call(STUDIES / "fp8" / "pairs.py", STUDIES / "fp8" / "pairs.jsonl", status=1)
+    assert table in (STUDIES / "fp8" / "README.md").read_text()
+
+
 @needs_smoe
 def test_pairs_of_fp8_are_trained_and_resumed(tmp_path, data):
     environment = {"SMOE": str(SMOE), "DATA": str(data), "OMP_NUM_THREADS": "1", "GPUS": "0 1", "STEPS": "3", "TAKES": "2"}
