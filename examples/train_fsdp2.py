@@ -5,6 +5,7 @@
   torchrun --nproc-per-node 2 examples/train_fsdp2.py --model 1.4B data/*.bin --out run --save-every 500
   torchrun --nproc-per-node 4 examples/train_fsdp2.py --model 1.4B data/*.bin --out run --resume
   torchrun --nproc-per-node 8 examples/train_fsdp2.py --model 30B --ep 8 --precision bf16 --random --steps 20
+  torchrun --nproc-per-node 8 examples/train_fsdp2.py --model 7B --precision bf16 --compute f8 --random --steps 50
   python examples/train_fsdp2.py --init run/step-0000000 text.txt --compare run/train.jsonl
 
 Model, data order, optimizer and schedule are those of `smoe train` with validations: from the same weights, files,
@@ -34,7 +35,7 @@ from fsdp2 import model as models
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f8": torch.bfloat16}  # of activations
 NAN = float("nan")
 
 
@@ -105,11 +106,17 @@ def build(o, config: models.Config, source: models.Checkpoint | None, device: to
     spread = expert_mesh(o, device) if o.ep > 1 else None
     if spread:
         layer = experts.make_spread(routing, *sizes, spread["ep"], tokens, DTYPES[o.compute])
+    elif o.compute == "f8":
+        layer = experts.make_f8(routing, *sizes)
     else:
         run = experts.make_experts(o.experts, routing, device.type, o.compile)
         layer = lambda: experts.MoE(*sizes, run)
     with torch.device("meta"):
         model = models.LanguageModel(config, layer, o.compile, o.checkpoint == "full").to(DTYPES[o.precision])
+    if o.compute == "f8":
+        from smoe import fsdp
+
+        fsdp.gather_quantized(model)
     if not o.no_shard:
         shard(model, o, device, spread)
     model.to_empty(device=device)
@@ -196,6 +203,8 @@ class Run:
         self.config = configure(o, source)
         if self.config.experts % o.ep:
             raise UsageError(f"--ep {o.ep} does not divide the {self.config.experts} experts")
+        if o.compute == "f8" and self.config.experts % self.processes:
+            raise UsageError(f"--compute f8: {self.processes} processes do not divide the {self.config.experts} experts")
         found = checkpoints.read_note(o.out) if o.resume else {}
         self.batch = o.batch or found.get("batch") or self.config.sequences * self.processes
         if self.batch % self.processes:

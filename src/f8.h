@@ -225,8 +225,8 @@ MOE_HOST_DEVICE int64_t moe_f8_work_bytes(int64_t groups)
 /* weights_f8, one buffer a layer: each matrix as W is, and transposed with the same bytes. W1's rows are in
  * the order of H's columns (gate, then up) for both layouts of the caller's W1. */
 typedef struct moe_f8_weights {
-    uint8_t *w1;   /* (E, h_width, d) */
-    uint8_t *w1_t; /* (E, d, h_width) */
+    uint8_t *w1;   /* (E, h_width, d): the forward reads w1 and w2, on the CPU the backward too */
+    uint8_t *w1_t; /* (E, d, h_width): CUDA's backward reads w1_t and w2_t */
     uint8_t *w2;   /* (E, d, n) */
     uint8_t *w2_t; /* (E, n, d) */
     float *scale1; /* (E) */
@@ -235,7 +235,7 @@ typedef struct moe_f8_weights {
     float *group2; /* the same, W2's columns: moe_f8_expected reads them */
     void *work;    /* (E, moe_f8_work_bytes), of the CUDA backend while it quantises */
     uint64_t bytes;
-} moe_f8_weights;
+} moe_f8_weights; /* python/smoe/fsdp.py has the same parts, and fills those that are read */
 
 /* The parts inside a buffer; each begins at a multiple of MOE_PART_ALIGN. With a NULL buffer only `bytes` is
  * valid. */

@@ -18,6 +18,11 @@ class Routing:
     renormalize: bool  # the weights of a token's experts are divided by their sum
     balance: float  # coefficient of the load-balance loss
 
+    @property
+    def score(self) -> str:
+        """In smoe."""
+        return "topk_softmax" if self.renormalize else "softmax_topk"
+
     def route(self, x: Tensor, wr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """ids (T, K), weights (T, K) float32, logits (T, E) float32."""
         logits = F.linear(x, wr).float()
@@ -55,10 +60,8 @@ class _WithLoss(torch.autograd.Function):
 def _smoe(routing: Routing, compiled: bool) -> Callable:
     import smoe
 
-    score = "topk_softmax" if routing.renormalize else "softmax_topk"
-
     def run(x, wr, w1, w2):
-        return smoe.moe(x, wr, w1, w2, top_k=routing.topk, score=score, balance_coefficient=routing.balance).out
+        return smoe.moe(x, wr, w1, w2, top_k=routing.topk, score=routing.score, balance_coefficient=routing.balance).out
 
     return run
 
@@ -165,6 +168,14 @@ def make_experts(peer: str, routing: Routing, device: str, compiled: bool) -> Ca
         raise UsageError(f"--experts {peer} cannot be imported ({error}); to install it: {INSTALL[peer]}")
 
 
+def make_f8(routing: Routing, hidden: int, intermediate: int, count: int) -> Callable[[], nn.Module]:
+    """Makes layers whose experts multiply e4m3 numbers."""
+    import smoe
+
+    options = dict(score=routing.score, balance_coefficient=routing.balance, compute="f8")
+    return lambda: smoe.MoE(hidden, intermediate, count, routing.topk, **options)
+
+
 def make_spread(
     routing: Routing, hidden: int, intermediate: int, count: int, mesh, tokens: int, dtype: torch.dtype
 ) -> Callable[[], nn.Module]:
@@ -172,8 +183,7 @@ def make_spread(
     import smoe
 
     group = smoe.ep.Group(mesh, max_tokens=tokens, hidden=hidden, num_experts=count, top_k=routing.topk, dtype=dtype)
-    score = "topk_softmax" if routing.renormalize else "softmax_topk"
-    options = dict(score=score, balance_coefficient=routing.balance)
+    options = dict(score=routing.score, balance_coefficient=routing.balance)
     return lambda: smoe.MoE(hidden, intermediate, count, routing.topk, ep=group, **options)
 
 

@@ -71,8 +71,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     step.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     step.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="type of weights and AdamW (f32)")
     step.add_argument(
-        "--compute", choices=("f32", "bf16"), help="type of the arithmetic (bf16 on CUDA, on the CPU --precision's)"
-    )
+        "--compute", choices=("f32", "bf16", "f8"),
+        help="type of the arithmetic (bf16 on CUDA, on the CPU --precision's); f8: bf16, smoe's experts e4m3 with gathers in 8 bits",
+    )  # fmt: skip
     step.add_argument("--reduce", choices=("f32", "bf16"), help="type in which gradients are summed (--precision's)")
     step.add_argument(
         "--checkpoint", choices=("none", "full"), default="none", help="full: the backward computes layers again"
@@ -148,6 +149,8 @@ def settle(options: argparse.Namespace, device: str, processes: int) -> None:
         raise UsageError(f"--compute f32: {options.experts} has bf16 alone on CUDA")
     if options.ep > 1 and (options.experts != "smoe" or options.no_shard):
         raise UsageError(f"--ep {options.ep}: it needs --experts smoe and no --no-shard")
+    if options.compute == "f8" and (options.experts != "smoe" or options.ep > 1):
+        raise UsageError("--compute f8: it needs --experts smoe and no --ep")
     if processes % options.ep:
         raise UsageError(f"--ep {options.ep} does not divide the {processes} processes")
     if options.no_shard and (processes > 1 or options.compute != options.precision):

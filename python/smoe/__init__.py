@@ -28,10 +28,10 @@ __all__ = ["Gate", "__version__", "build_info", "native", *_TORCH_NAMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ep":
+    if name in ("ep", "fsdp"):
         from importlib import import_module
 
-        return import_module(".ep", __name__)
+        return import_module("." + name, __name__)
     if name not in _TORCH_NAMES:
         raise AttributeError(f"module 'smoe' has no attribute {name!r}")
     from importlib import import_module

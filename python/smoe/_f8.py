@@ -168,6 +168,11 @@ ops.define(
 # ---- the autograd Function ----
 
 
+def gathered(w1: Tensor):
+    """What smoe.fsdp has gathered of the layer in place of w1 and w2, or None."""
+    return None if torch.compiler.is_dynamo_compiling() else getattr(w1, "gathered_f8", None)
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -180,7 +185,8 @@ class _Experts(torch.autograd.Function):
         kept = None
         if ids is None and (_autograd.reads_logits(record) or wants_losses or balance or z):
             kept = logits if made is None else made
-        ctx.save_for_backward(x, ids, router_weight, kept, token_mask, b2, weights_f8, saved)
+        ctx.gathered = gathered(w1)
+        ctx.save_for_backward(x, ids, router_weight, kept, token_mask, b2, None if ctx.gathered else weights_f8, saved)
         ctx.record, ctx.readers, ctx.overwritten = record, 0, False
         ctx.mark_non_differentiable(*[t for t in (made, counts) if t is not None])
         ctx.balance, ctx.z, ctx.losses_at = balance, z, 1 + (made is not None) if wants_losses else 0
@@ -198,6 +204,8 @@ class _Experts(torch.autograd.Function):
             ctx.needs_input_grad
         )
         x, ids, router_weight, logits, token_mask, b2, weights_f8, saved = ctx.saved_tensors
+        if ctx.gathered:
+            weights_f8 = ctx.gathered.weights(True)
         routing = wants_logits if ids is None else wants_weights
         wanted = (wants_x, wants_w1, wants_b1, wants_w2, wants_b2, routing, wants_router, wants_bias)
         dout = torch.zeros_like(x) if dout is None else dout
@@ -258,7 +266,7 @@ _KINDS = (torch.float32, torch.bfloat16)  # of weights
 
 def _bytes(function: str, w1: Tensor, w2: Tensor, weights_f8: Tensor | None, record: Record, **of_weights) -> Tensor:
     if weights_f8 is None:
-        return quantize_weights(w1, w2, **of_weights)
+        return gathered(w1).weights(False) if gathered(w1) else quantize_weights(w1, w2, **of_weights)
     _checks.tensor(function, "weights_f8", weights_f8)
     _checks.dtype(function, "weights_f8", weights_f8, (torch.uint8,))
     _checks.device(function, "weights_f8", weights_f8, w1)
@@ -339,6 +347,8 @@ def of_module(module: torch.nn.Module, w1: Tensor, w2: Tensor, **of_weights) -> 
     """quantize_weights of a module's parameters, called again when one has changed, by PyTorch's version counter, or an
     optimizer has made a step. In a traced graph and in the capture of a CUDA graph it is called every time, because nothing
     else runs before a replay."""
+    if gathered(w1):
+        return gathered(w1).weights(False)
     if (
         torch.compiler.is_dynamo_compiling()
         or modes()

@@ -156,6 +156,27 @@ def test_expert_parallelism_has_the_losses_of_one_process(alone, tmp_path):
 
 
 @shards
+def test_fp8_experts_are_gathered_as_bytes(alone, tmp_path):
+    """Two processes that compute layers again, then four whose weights stay gathered. What they gather is in test_fsdp_f8.py."""
+    run = ["--steps", str(STEPS), "--compute", "f8", "--out", str(tmp_path / "out")]
+    status, said = train(tmp_path / "two", 2, TEXT, *RUN, *run, "--save-every", "4", "--checkpoint", "full")
+    assert status == [0, 0] and "arithmetic f8" in said, said
+    found = losses(tmp_path / "two")
+    assert found != alone and list(found.values()) == pytest.approx(list(alone.values()), abs=0.05)
+    shards = [path.read_bytes() for path in (tmp_path / "out/step-0000004").glob("*.distcp")]
+    assert len(shards) == 2 and not any(b"_Shard" in data for data in shards)
+    latest = tmp_path / "out/latest"
+    latest.unlink()
+    latest.symlink_to("step-0000004")
+    status, said = train(tmp_path / "four", 4, TEXT, *SETTINGS, *run, "--resume", "--zero", "2")
+    assert status == [0] * 4, said
+    again = losses(tmp_path / "four")
+    assert again == {step: pytest.approx(found[step], abs=0.02) for step in range(5, STEPS + 1)}
+    status, said = train(tmp_path / "three", 3, TEXT, "--device", "cpu", "--compute", "f8")
+    assert status == [2] * 3 and "3 processes do not divide the 8 experts" in said, said
+
+
+@shards
 @pytest.mark.parametrize("function", ["rename", "replace"])
 def test_a_kill_while_saving_leaves_the_last_checkpoint(alone, tmp_path, function):
     """The run is killed before the complete folder gets its name, or before the link points to it."""
@@ -231,6 +252,8 @@ USAGE = [  # arguments, part of the message
     (["--random", "--device", "cpu", "--no-shard", "--compute", "bf16"], "--no-shard"),
     (["--random", "--device", "cpu", "--ep", "2"], "--ep 2 does not divide the 1 processes"),
     (["--random", "--device", "cpu", "--ep", "2", "--experts", "eager"], "it needs --experts smoe"),
+    (["--random", "--device", "cpu", "--compute", "f8", "--experts", "eager"], "--compute f8: it needs --experts smoe"),
+    (["--random", "--device", "cpu", "--compute", "f8", "--no-shard"], "--no-shard"),
     (["--random", "--device", "cpu", "--init", "{}/none"], "no readable config.json"),
     (["--random", "--steps", "3", "--profile", "3"], "leaves no step"),
     (["--profile", TEXT], "LICENSE' is not a whole number"),
