@@ -8,7 +8,7 @@ Needs torch; the part on Transformers also needs Transformers. Prints one line f
 figure, limit, verdict. A part that raises an exception is one failed finding, and the next part runs. Exit 0: nothing
 failed, 1: something did. --device cpu runs the parts that can run there, in float32, to test this script itself. A run
 should take less than four minutes on one H200; the part `ep`, on several GPUs, two more. The parts are functions in
-gpu_numerics.py, gpu_pytorch.py, gpu_host.py, gpu_speed.py, gpu_transformers.py and gpu_ep.py, which share gpu_parts.py.
+gpu_numerics.py, gpu_pytorch.py, gpu_host.py, gpu_speed.py, gpu_transformers.py, gpu_f8.py and gpu_ep.py, which share gpu_parts.py.
 """
 
 import argparse
@@ -22,6 +22,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "python")]
 
 # Each of these files registers its parts in PARTS; they run in the order of these imports.
 import gpu_ep  # noqa: E402, F401
+import gpu_f8  # noqa: E402, F401
 import gpu_host  # noqa: E402, F401
 import gpu_numerics  # noqa: E402, F401
 import gpu_pytorch  # noqa: E402, F401

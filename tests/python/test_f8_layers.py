@@ -3,6 +3,7 @@ C's tests; here they are near those without fp8, and equal among the ways to the
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,3 +236,44 @@ def test_transformers_takes_it_by_one_option(quantised):
     model.set_experts_implementation("smoe_f8_dgrad")
     model(tokens()).logits.sum().backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "experts" in name)
+
+
+def test_transformers_compiled_and_checkpointed_gives_the_same(quantised):
+    pytest.importorskip("transformers")
+    import smoe.transformers
+    from models import step as trained
+    from models import tiny
+
+    model = tiny("qwen3_moe", moe_intermediate_size=32)
+    plain, count = trained(model, "smoe_f8"), len(quantised)
+    model.gradient_checkpointing_enable()
+    model.train()
+    found = trained(model, "smoe_f8")
+    assert all(torch.equal(found[name], plain[name]) for name in plain) and len(quantised) == count
+    experts, x = model.model.layers[0].mlp.experts, torch.randn(12, 32)
+    weights, ids = torch.rand(12, 8).topk(2)
+    found = torch.compile(experts, fullgraph=True, dynamic=True, backend="aot_eager")(x, ids, weights)
+    assert torch.equal(found, experts(x, ids, weights))
+
+
+def test_lora_is_in_16_bits_or_pefts_own():
+    """smoe.MoE refuses it, as the library does. Behind Transformers' door PEFT builds the weights, which are quantised at each call."""
+    pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    import smoe.peft
+    from models import step as trained
+    from models import tiny
+
+    config = dict(r=4, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(torch.nn.Sequential(make()), peft.LoraConfig(**config))
+    with pytest.raises(NotImplementedError, match="smoe.MoE: compute is set, which LoRA does not have"):
+        model(torch.randn(5, 32))
+    model = peft.get_peft_model(tiny("qwen3_moe", moe_intermediate_size=32), peft.LoraConfig(**config)).base_model.model
+    exact, found = trained(model, "smoe"), trained(model, "smoe_f8")
+    assert set(found) == set(exact) and any("lora" in name for name in exact)
+    assert 1e-4 < error(found["logits"], exact["logits"]) < 0.3 and all(g.isfinite().all() and g.any() for g in found.values())
+
+
+def test_expert_parallelism_is_refused():
+    with pytest.raises(NotImplementedError, match="smoe.MoE: compute is 'f8', which ep does not have"):
+        make(ep=SimpleNamespace(size=2))
