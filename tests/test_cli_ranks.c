@@ -319,7 +319,10 @@ static void a_hung_rank_is_named(void **state)
 static void a_rank_without_memory_ends_the_run(void **state)
 {
     const pid_t run =
-        start(state, "ASAN_OPTIONS=allocator_may_return_null=1",
+        start(state,
+              "ASAN_OPTIONS=\"allocator_may_return_null=1 $ASAN_OPTIONS\" "
+              "TSAN_OPTIONS=\"allocator_may_return_null=1 $TSAN_OPTIONS\"",
+
               "train -o none --gpus 2 " TINY "--experts 512 --hidden 4096 --intermediate 1048576 "
               "--device cpu --steps 1 text.txt",
               "messages");
