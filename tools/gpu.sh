@@ -37,6 +37,7 @@ portable   portable_synccheck 300  reports up and dh, whose warps wait for one b
 f8         f8_kernels     120  fp8: rows, weights, up, down, dh and dx_rows compared with the CPU bit for bit
 f8         f8_dw          120  weight gradients in fp8, also bit for bit
 f8         f8_layers      120  layers in fp8 against the oracle
+f8         f8_verify      400  smoe verify with --compute f8 and f8-dgrad, in 14 processes
 f8         f8_times       540  forward and training in fp8 beside bf16, the paper's layers; build cuda_time_f8 and cuda_time_f8_backward for it
 python_portable portable_torch 400  tests/python/gpu.py
 python_portable experts_test 120  Transformers' own test of experts functions
@@ -430,6 +431,7 @@ one_part() {
     f8_kernels) within "$seconds" "$bin/cuda_check_f8" && within "$seconds" "$bin/cuda_check_f8_dh" ;;
     f8_dw) within "$seconds" "$bin/cuda_check_f8_dw" ;;
     f8_layers) within "$seconds" "$bin/cuda_check_f8_layer" ;;
+    f8_verify) verify_all --compute f8 --repeats 50 && verify_all --compute f8-dgrad --repeats 50 ;;
     f8_times) within "$seconds" "$bin/cuda_time_f8" 9 random && within "$seconds" "$bin/cuda_time_f8_backward" 5 random ;;
     portable_verify) verify_all --kernels portable --repeats 200 ;;
     portable_99k) verify_all --kernels portable-99k --repeats 50 ;;

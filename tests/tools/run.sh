@@ -58,6 +58,7 @@ program smoe "case \"\$*\" in
 'verify --device cuda --all --shard'*)
     [ -z \"\$CUDA_FORCE_PTX_JIT\" ] || { echo this build has machine code for 90a; exit 3; }
     case \"\$*\" in *' --kernels portable --'* | *' --kernels portable-99k --'*) echo \"\$8\" >>'$folder/kernels' ;; esac
+    case \"\$*\" in *' --compute f8'*) echo \"\$8\" >>'$folder/computes' ;; esac
     [ -e '$folder/no_gpu' ] && { echo no usable CUDA device; exit 3; }
     [ -e '$folder/wrong' ] && [ \"\$6\" = 3/14 ] && { echo 5 passed, 1 failed; exit 1; }
     echo 5 passed, 0 failed ;;
@@ -93,6 +94,8 @@ untimed "== portable_99k: ok"
 run 0 f8
 untimed "cuda_check_f8_dh"
 untimed "cuda_check_f8_layer"
+untimed "== f8_verify: ok"
+[ "$(sort "$folder/computes" | uniq -c | tr -s ' \n' ' ')" = " 14 f8 14 f8-dgrad " ] || { echo "f8_verify checks something else"; wrong=1; }
 untimed "cuda_time_f8 9 random"
 untimed "cuda_time_f8_backward 5 random"
 run 1 portable_synccheck
