@@ -190,7 +190,19 @@ static void check_scales(smoe_context *context)
     oracle_drawn_free(&drawn);
 }
 
-/* Each gradient alone has the bits that it has among all, and only dw1 and dw2 need X. */
+/* Makes NaN of all bytes of W1 and W2 in weights_f8, or of their transposed copies. Their sizes must be
+ * multiples of 256, as those of `several` are. */
+static bool spoil(const run *r, bool transposed)
+{
+    const smoe_layer *l = &r->layer;
+    const size_t w2 = (size_t)(l->experts * l->hidden * l->intermediate), w1 = 2 * w2;
+    char *at = slot_data(r, SLOT_WEIGHTS_F8);
+    return r->on->set(at + (transposed ? w1 : 0), 0x7f, w1) &&
+           r->on->set(at + 2 * w1 + (transposed ? w2 : 0), 0x7f, w2);
+}
+
+/* Each gradient alone has the bits that it has among all, and only dw1 and dw2 need X. The forward reads no
+ * transposed copy of the weights, the backward nothing else of them: python/smoe/fsdp.py relies on it. */
 static void check_gradients_alone(smoe_context *context)
 {
     static const slot_id slots[] = {SLOT_DX, SLOT_DW1, SLOT_DW2, SLOT_DB1, SLOT_DB2, SLOT_DTOPK_WEIGHTS};
@@ -208,7 +220,8 @@ static void check_gradients_alone(smoe_context *context)
         run_wanted(&layer, &drawn, &options, wanted);
         for (int j = 0; j < 6; j++) wanted[slots[j]] = j == i;
         bool done = run_open(&r, device_find("cuda"), context, &layer, wanted) && run_make(&r) &&
-                    run_inputs(&r, &drawn) && run_quantize(&r) && run_forward(&r, &options);
+                    run_inputs(&r, &drawn) && run_quantize(&r) && spoil(&r, true) &&
+                    run_forward(&r, &options) && run_quantize(&r) && spoil(&r, false);
         if (slots[i] != SLOT_DW1 && slots[i] != SLOT_DW2) r.backward.x = NULL;
         done = done && run_backward(&r, &options) && run_check(&r);
         void *got = done ? slot_read(&r, slots[i]) : NULL;
