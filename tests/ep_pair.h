@@ -8,11 +8,12 @@ typedef struct ep_pair {
     ep_case *first, *second; /* the second needs less room than the first, which makes the group */
 } ep_pair;
 
-static inline ep_pair ep_make_pair(smoe_type dtype, const int64_t *tokens)
+/* row_capacity 64: H is computed again, from X that must have come again. */
+static inline ep_pair ep_make_pair(smoe_type dtype, const int64_t *tokens, int64_t row_capacity)
 {
     smoe_layer layer = ep_describe(4, 8, 3, dtype);
     layer.waves = 4;
-    layer.row_capacity = 64; /* H is computed again, from X that must have come again */
+    layer.row_capacity = row_capacity;
     ep_case *first = ep_make(&layer, tokens, 1);
     layer.hidden = 64;
     layer.topk = 1;

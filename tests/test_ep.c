@@ -277,9 +277,9 @@ static void *run_two_layers(void *user)
     return NULL;
 }
 
-static void check_two_layers(int slow)
+static void check_two_layers(int slow, int64_t row_capacity)
 {
-    const ep_pair p = ep_make_pair(SMOE_TYPE_F32, uneven);
+    const ep_pair p = ep_make_pair(SMOE_TYPE_F32, uneven, row_capacity);
     pthread_t threads[EP_MOST];
     two_layers users[EP_MOST];
     atomic_store(&slow_ranks, slow);
@@ -298,8 +298,10 @@ static void two_layers_use_one_group(void **state)
 {
     (void)state;
     for (int r = 0; r < 4; r += 3) {
-        check_two_layers(1 << r);
-        check_two_layers(15 & ~(1 << r));
+        check_two_layers(1 << r, 64);
+        check_two_layers(15 & ~(1 << r), 64);
+        check_two_layers(1 << r, 0);
+        check_two_layers(15 & ~(1 << r), 0);
     }
 }
 

@@ -277,7 +277,7 @@ static void a_nan_changes_no_other_token(void **state)
 static void two_layers_use_one_group(void **state)
 {
     (void)state;
-    const ep_pair p = ep_make_pair(SMOE_TYPE_BF16, uneven);
+    const ep_pair p = ep_make_pair(SMOE_TYPE_BF16, uneven, 64);
     ep_case *const order[] = {p.first, p.second, p.second, p.first};
     for (int i = 0; i < 8; i++)
         (i % 4 < 2 ? ep_forward_lockstep : ep_backward_lockstep)(order[i % 4], NULL, 1);
