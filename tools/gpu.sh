@@ -123,6 +123,7 @@ part_ep() {
     for check in cuda_check_ep cuda_check_ep_failures example_ep_cuda_layer "example_ep_cuda_layer processes"; do
         within 120 "$bin"/$check || return
     done
+    CUDA_LAUNCH_BLOCKING=1 CUDA_DEVICE_MAX_CONNECTIONS=1 within 120 "$bin/example_ep_cuda_layer" processes
 }
 
 # What an A100 runs: compute_80 PTX, compiled by the driver.
