@@ -229,6 +229,12 @@ def logits_dtype(function: str, value: Any) -> None:
         raise TypeError(f"{function}: logits_dtype is {value!r}; expected torch.float32 or torch.bfloat16")
 
 
+def compute(function: str, value: Any) -> None:
+    names = [name for name in native.COMPUTES if name != "storage"]
+    if value not in names:
+        raise ValueError(f"{function}: compute is {value!r}; expected None or one of {', '.join(names)}")
+
+
 def module(
     function: str, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, flags: dict[str, bool],
     options: dict[str, Any],
@@ -241,6 +247,8 @@ def module(
         raise TypeError(f"{function}: gradient_dtype is {kind!r}; expected None or a floating-point dtype")
     coefficients(function, options["balance_coefficient"], options["z_coefficient"])
     logits_dtype(function, options["logits_dtype"])
+    if options["compute"] is not None:
+        compute(function, options["compute"])
     of_layer = {name: value for name, value in options.items() if name in _record.OPTIONS}
     sizes = dict(hidden=hidden_size, intermediate=intermediate_size, experts=num_experts, topk=top_k)
     _record.record(function, **sizes, **of_layer, compute=options["compute"] or "storage")

@@ -9,6 +9,7 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from . import _autograd, _checks, functional, native
@@ -20,12 +21,6 @@ from ._lora import _aligned, _at, _described
 from ._record import Record, bounds, layer as layer_of
 
 _call = torch.ops.smoe
-COMPUTES = tuple(name for name in native.COMPUTES if name != "storage")
-
-
-def _choice(function: str, compute: str) -> None:
-    if compute not in COMPUTES:
-        raise ValueError(f"{function}: compute is {compute!r}; expected None or one of {', '.join(COMPUTES)}")
 
 
 def weights_bytes(record: Record) -> int:
@@ -248,12 +243,11 @@ def quantize_weights(w1: Tensor, w2: Tensor, *, activation: str | Gate = "swiglu
     for name, value in (("w1", w1), ("w2", w2)):
         _checks.tensor(function, name, value)
         _checks.dimensions(function, name, value, "three dimensions", 3)
-    dtype = torch.float32 if w1.device.type == "cpu" else torch.bfloat16
-    like = w1.new_empty((1, w2.shape[1]), dtype=dtype)
-    _checks.experts(function, "x", like, w1, None, w2, None, activation, None, True, _KINDS)
+        _checks.dtype(function, name, value, (torch.float32, torch.bfloat16))
+    like = w1.new_empty((1, w2.shape[1]), dtype=w1.dtype if w1.device.type == "cpu" else torch.bfloat16)
+    _checks.experts(function, "x", like, w1, None, w2, None, activation, None, True, _MASTERS)
     if w1.dtype is not w2.dtype:
         raise TypeError(f"{function}: w2 has dtype {w2.dtype}; expected {w1.dtype}, the dtype of w1")
-    like = like if w1.dtype is torch.float32 else like.to(w1.dtype)
     record = functional.layer_record(
         function, like, w2, None, activation=activation, entry="from_topk", topk=1, layout=layout, compute="f8"
     )
@@ -261,7 +255,7 @@ def quantize_weights(w1: Tensor, w2: Tensor, *, activation: str | Gate = "swiglu
         return _call.f8_quantize.default(w1, w2, *record)[0]
 
 
-_KINDS = (torch.float32, torch.bfloat16)  # of weights
+_MASTERS = (torch.float32,)  # types of weights besides that of x
 
 
 def _bytes(function: str, w1: Tensor, w2: Tensor, weights_f8: Tensor | None, record: Record, **of_weights) -> Tensor:
@@ -280,9 +274,9 @@ def experts(
 ) -> Tensor:  # fmt: skip
     """smoe.experts with `compute`. Under autocast w1 and w2 stay as they are."""
     function = "smoe.experts"
-    _choice(function, compute)
+    _checks.compute(function, compute)
     x, b1, b2 = functional._autocast(x, b1, b2)
-    _checks.experts(function, "x", x, w1, b1, w2, b2, activation, gradient_dtype, copy_weights, _KINDS)
+    _checks.experts(function, "x", x, w1, b1, w2, b2, activation, gradient_dtype, copy_weights, _MASTERS)
     _checks.ids(function, ids, x)
     _checks.weights(function, "weights", weights, x, tuple(ids.shape), "(T, K), the shape of ids,")
     record = functional.layer_record(
@@ -300,13 +294,13 @@ def moe(
 ) -> functional.MoEOutput:  # fmt: skip
     """smoe.moe with `compute`. given: x, router_weight, router_bias, logits, selection_bias, token_mask, b1, b2."""
     function = "smoe.moe"
-    _choice(function, compute)
+    _checks.compute(function, compute)
     x, router_weight, router_bias, logits, selection_bias, token_mask, b1, b2 = given
     x, router_weight, router_bias, b1, b2 = functional._autocast(x, router_weight, router_bias, b1, b2)
     tensors = x, router_weight, router_bias, logits, selection_bias, token_mask, w1, b1, w2, b2
     record = functional.moe_record(
         function, tensors, w2.shape[0], balance_coefficient=balance, z_coefficient=z, losses=losses, counts=counts,
-        logits_dtype=logits_dtype, gradient_dtype=gradient_dtype or w1.dtype, weight_dtypes=_KINDS, compute=compute, **options,
+        logits_dtype=logits_dtype, gradient_dtype=gradient_dtype or w1.dtype, weight_dtypes=_MASTERS, compute=compute, **options,
     )  # fmt: skip
     weights_f8 = _bytes(function, w1, w2, weights_f8, record, activation=options["activation"], layout=options["layout"])
     bias = None if selection_bias is None else selection_bias.detach().float()
@@ -325,17 +319,21 @@ class _Kept:
         cls.steps += 1
 
     def __init__(self) -> None:
-        self.weights, self.key, self.made = (), None, None
+        self.weights, self.storages, self.key, self.made = (), (), None, None
 
     def __reduce__(self) -> tuple:  # a copy of the module, or one from a file, has other weights
         return _Kept, ()
 
     def get(self, w1: Tensor, w2: Tensor, **of_weights) -> Tensor:
-        key = self.steps, w1._version, w1.data_ptr(), w2._version, w2.data_ptr(), of_weights
-        if key != self.key or any(old() is not new for old, new in zip(self.weights, (w1, w2))):
+        weights = w1, w2
+        places = [(w._version, w.data_ptr(), w.untyped_storage()._cdata) for w in weights]
+        key = self.steps, places, of_weights
+        if key != self.key or any(old() is not new for old, new in zip(self.weights, weights)):
             self.key = self.made = None  # frees the old bytes, unless a backward waits for them
-            self.made = quantize_weights(w1, w2, **of_weights)
-            self.key, self.weights = key, (weakref.ref(w1), weakref.ref(w2))
+            with torch.inference_mode(False):  # a backward may read it later
+                self.made = quantize_weights(w1, w2, **of_weights)
+            self.storages = [StorageWeakRef(w.untyped_storage()) for w in weights]  # no other gets their _cdata
+            self.key, self.weights = key, [weakref.ref(w) for w in weights]
         return self.made
 
 

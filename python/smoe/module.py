@@ -139,9 +139,9 @@ class MoE(nn.Module):
     `options` are those of smoe.moe that do not change from call to call: activation, layout, score, renormalize, groups,
     groups_kept, route_scale, rounding, tile, seed, balance_coefficient, z_coefficient, chunks, logits_dtype, gradient_dtype,
     compute, also by Hugging Face's names. With compute="f8" the weights are quantised when they have changed, which an
-    optimizer's step or PyTorch's version counter tells: writing through `.data` needs forget_quantized(). bias, router_bias
-    and selection_bias give the experts, the router and the selection a bias. With `ep`, an smoe.ep.Group, the module has all of the
-    router and this rank's experts; a seed gives the weights of the whole layer.
+    optimizer's step or PyTorch's version counter tells: writing through `.data`, by a collective or by a CUDA graph needs
+    forget_quantized(). bias, router_bias and selection_bias give the experts, the router and the selection a bias. With `ep`,
+    an smoe.ep.Group, the module has all of the router and this rank's experts; a seed gives the weights of the whole layer.
     """
 
     def __init__(
@@ -235,7 +235,8 @@ class MoE(nn.Module):
 
     def forget_quantized(self) -> None:
         """The next forward quantises the weights again (compute)."""
-        self.experts.__dict__.pop("_smoe_f8", None)
+        for module in self.experts.modules():  # perhaps within a wrapper
+            module.__dict__.pop("_smoe_f8", None)
 
     def update_selection_bias(self, counts: Tensor, gamma: float = 1e-3) -> None:
         """The aux-free bias update, to be called after an optimizer step. `counts` are those of forward(counts=True),

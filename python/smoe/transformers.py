@@ -253,10 +253,9 @@ def _quantized_forward(self: nn.Module, *arguments: Tensor) -> Tensor:
     return _eager(self, "its weights are FP8; dequantize=True in the quantization config makes them bf16", *arguments)
 
 
-ALL_EXPERTS_FUNCTIONS.register("smoe", experts_forward)
-for _compute in ("f8", "f8_dgrad"):
-    ALL_EXPERTS_FUNCTIONS.register(f"smoe_{_compute}", functools.partial(experts_forward, compute=_compute))
-ALL_FP8_EXPERTS_FUNCTIONS.register("smoe", _quantized_forward)
+for _name, _compute in (("smoe", None), ("smoe_f8", "f8"), ("smoe_f8_dgrad", "f8_dgrad")):
+    ALL_EXPERTS_FUNCTIONS.register(_name, functools.partial(experts_forward, compute=_compute) if _compute else experts_forward)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(_name, _quantized_forward)
 
 # ---- smoe's own model type ----
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import checkpoint
 
 import smoe
@@ -104,6 +105,15 @@ def test_wrong_arguments_are_named(layer):
         smoe.experts(*call, compute="f8", weights_f8=torch.zeros(64, dtype=torch.uint8))
     with pytest.raises(ValueError, match="lora is given with compute"):
         smoe.experts(*call, compute="f8", lora=smoe.LoRA())
+    for given_dtype, other in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)):
+        w1, w2 = (given[name].detach().to(other) for name in ("w1", "w2"))
+        with pytest.raises(TypeError, match=f"smoe.experts: w1 has dtype {other}; expected .*, the dtype of x"):
+            smoe.experts(given["x"].detach().to(given_dtype), given["ids"], given["weights"], w1, w2, compute="f8")
+    with pytest.raises(TypeError, match="quantize_weights: w1 has dtype torch.float16; expected torch.float32 or torch.bfloat16$"):
+        smoe.quantize_weights(given["w1"].half(), given["w2"].half())
+    for compute in ("fp8", "storage", 1):
+        with pytest.raises(ValueError, match=f"smoe.MoE: compute is {compute!r}; expected None or one of f8, f8_dgrad"):
+            smoe.MoE(32, 16, 8, 2, compute=compute)
     with pytest.raises(ValueError, match="smoe.MoE: .*intermediate is 24"):
         smoe.MoE(32, 24, 8, 2, compute="f8")
     out = smoe.experts(*call, compute="f8")
@@ -145,8 +155,31 @@ def test_a_module_quantises_when_its_weights_have_changed(quantised):
     moe.forget_quantized()
     assert torch.equal(moe(x), 4 * first[0])
     assert torch.equal(pickle.loads(pickle.dumps(moe))(x), 4 * first[0])
+    moe.experts = CheckpointWrapper(moe.experts)
+    wrapped = moe(x)
+    moe.experts._checkpoint_wrapped_module.down_proj.data.mul_(2)
+    moe.forget_quantized()
+    assert torch.equal(moe(x), 2 * wrapped)
+
+
+def test_weights_quantised_in_inference_mode_also_train(quantised):
+    moe, x = make(), torch.randn(24, 32)
     with torch.inference_mode():
-        assert torch.equal(make()(x), first[0])
+        found = moe(x)
+        assert torch.equal(make()(x), found)  # its weights have no counter
+    assert torch.equal(step(moe, x)[0], found) and len(quantised) == 2
+
+
+def test_other_weights_in_the_place_of_freed_ones_are_seen():
+    """An allocator gives a freed place again, for example when .to(dtype) is followed by another."""
+    moe, x = make(), torch.randn(24, 32)
+    weight, first, place = moe.experts.down_proj, moe(x), bytearray(moe.experts.down_proj.nbytes)
+    values = weight.detach().clone()
+    for factor in (1, 2):
+        at_place = torch.frombuffer(place, dtype=torch.float32).view_as(values)
+        at_place.copy_(factor * values)
+        weight.data = at_place
+        assert torch.equal(moe(x), factor * first)
 
 
 @pytest.mark.parametrize("kind", ["for loop", "foreach", "fused"])

@@ -269,7 +269,8 @@ def test_other_gates_run_as_eager(caplog, monkeypatch):
     assert torch.equal(found, wanted) and len(messages) == 1 and "none of smoe's activations" in messages[0]
 
 
-def test_fp8_runs_as_eager(caplog):
+@pytest.mark.parametrize("implementation", ["smoe", "smoe_f8", "smoe_f8_dgrad"])
+def test_fp8_runs_as_eager(caplog, implementation):
     """Transformers has a separate list of functions for the experts of an FP8 checkpoint. The weights here are float,
     so that no FP8 kernel is needed. The class is wrapped once for each layer, as Transformers does."""
     from transformers.integrations import finegrained_fp8 as fp8
@@ -285,7 +286,7 @@ def test_fp8_runs_as_eager(caplog):
     arguments = torch.randn(30, 32), torch.rand(30, 8).topk(2).indices, torch.rand(30, 2)
     config._experts_implementation = "eager"
     wanted = experts(*arguments)
-    config._experts_implementation = "smoe"
+    config._experts_implementation = implementation
     transformers.utils.logging.warning_once.cache_clear()
     found = experts(*arguments)
     messages = [record.getMessage() for record in caplog.records if record.name == "smoe.transformers"]
