@@ -251,7 +251,11 @@ static smoe_backward_args backward_args(const memories *m, const layer_data *d, 
     a.lora_a1 = m->at[LA1], a.lora_b1 = m->at[LB1], a.lora_a2 = m->at[LA2], a.lora_b2 = m->at[LB2];
     a.dlora_a1 = m->at[DLA1], a.dlora_b1 = m->at[DLB1], a.dlora_a2 = m->at[DLA2], a.dlora_b2 = m->at[DLB2];
     if (plain) a.dw1 = m->at[DW1], a.dw2 = m->at[DW2];
-    if (lora_only) return a;
+    if (lora_only) {
+        a.lora_a1 = NULL;
+        if (!a.dlora_a1) a.lora_b1 = NULL;
+        return a;
+    }
     a.w1 = m->at[W1], a.dx = m->at[DX], a.logits = m->at[LOGITS];
     if (d->layer.entry == SMOE_ENTRY_FROM_LOGITS) a.dlogits = m->at[DROUTING];
     if (d->layer.entry == SMOE_ENTRY_FROM_TOPK) a.dtopk_weights = m->at[DROUTING];

@@ -4,7 +4,7 @@
 #include "gpu.h"
 #include "open_cuda.h"
 
-enum { OUTPUTS = 6 };
+enum { FACTORS = 6, OUTPUTS = FACTORS + 4 }; /* from FACTORS on: LoRA's gradients */
 
 static int failures;
 
@@ -74,13 +74,14 @@ typedef struct sms_case {
     const char *name;
     int64_t tokens, hidden, intermediate, experts, topk;
     smoe_compute compute;
+    int32_t lora_rank;
 } sms_case;
 
 static smoe_layer layer_of(const sms_case *c)
 {
     smoe_layer l = SMOE_LAYER_INIT;
     l.tokens = c->tokens, l.hidden = c->hidden, l.intermediate = c->intermediate, l.experts = c->experts,
-    l.topk = c->topk, l.compute = c->compute;
+    l.topk = c->topk, l.compute = c->compute, l.lora_rank1 = l.lora_rank2 = c->lora_rank;
     return l;
 }
 
@@ -93,8 +94,12 @@ static int run(smoe_context *context, const sms_case *c, int sms, gpu_buffer int
     must(context, smoe_query_sizes(context, &l, &sizes), c->name);
     srand(1);
     const int64_t x_count = l.tokens * l.hidden, w_count = l.experts * l.intermediate * l.hidden;
+    /* the bytes of a factor's gradient for each of its columns, and the width of the widest factor */
+    const int64_t of_rank = 4 * l.experts * c->lora_rank,
+                  wide = l.hidden > 2 * l.intermediate ? l.hidden : 2 * l.intermediate;
     const gpu_buffer x = random_bf16(x_count), wr = random_bf16(l.experts * l.hidden),
                      w1 = random_bf16(2 * w_count), w2 = random_bf16(w_count), dout = random_bf16(x_count),
+                     factor = random_bf16(l.experts * wide * c->lora_rank),
                      logits = gpu_alloc((size_t)(l.tokens * l.experts) * 4),
                      weights_f8 = gpu_alloc(sizes.weights_f8_bytes),
                      saved = gpu_alloc(sizes.saved_buffer_bytes),
@@ -105,7 +110,11 @@ static int run(smoe_context *context, const sms_case *c, int sms, gpu_buffer int
                                     8 * w_count,
                                     4 * w_count,
                                     4 * l.experts * l.hidden,
-                                    4 * l.tokens * l.experts};
+                                    4 * l.tokens * l.experts,
+                                    of_rank * l.hidden,
+                                    of_rank * 2 * l.intermediate,
+                                    of_rank * l.intermediate,
+                                    of_rank * l.hidden};
     for (int i = 0; i < OUTPUTS; i++) into[i] = gpu_alloc((size_t)bytes[i]);
     smoe_forward_args f = SMOE_FORWARD_ARGS_INIT;
     f.x = x.memory, f.router_weight = wr.memory, f.w1 = w1.memory, f.w2 = w2.memory, f.logits = logits.memory;
@@ -116,6 +125,12 @@ static int run(smoe_context *context, const sms_case *c, int sms, gpu_buffer int
     b.w2 = w2.memory, b.saved = saved.memory, b.saved_size = sizes.saved_buffer_bytes, b.dout = dout.memory;
     b.dx = into[1].memory, b.dw1 = into[2].memory, b.dw2 = into[3].memory, b.drouter_weight = into[4].memory;
     b.dlogits = into[5].memory;
+    if (c->lora_rank) {
+        f.lora_a1 = f.lora_b1 = f.lora_a2 = f.lora_b2 = factor.memory;
+        b.lora_a1 = b.lora_b1 = b.lora_a2 = b.lora_b2 = factor.memory;
+        b.dlora_a1 = into[FACTORS].memory, b.dlora_b1 = into[FACTORS + 1].memory;
+        b.dlora_a2 = into[FACTORS + 2].memory, b.dlora_b2 = into[FACTORS + 3].memory;
+    }
     b.scratch = backward_scratch.memory, b.scratch_size = sizes.scratch_backward_bytes;
     smoe_quantize_args q = SMOE_QUANTIZE_ARGS_INIT;
     q.w1 = w1.memory, q.w2 = w2.memory, q.experts = l.experts;
@@ -138,7 +153,7 @@ static int run(smoe_context *context, const sms_case *c, int sms, gpu_buffer int
     CHECK_CUDA(cudaGraphDestroy(graph));
     CHECK_CUDA(cudaStreamDestroy(stream));
     const gpu_buffer all[] = {
-        x, wr, w1, w2, dout, logits, weights_f8, saved, forward_scratch, backward_scratch};
+        x, wr, w1, w2, dout, factor, logits, weights_f8, saved, forward_scratch, backward_scratch};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         check(!gpu_free(all[i]), c->name, sms, "something was written outside a buffer");
     return kernels;
@@ -146,7 +161,8 @@ static int run(smoe_context *context, const sms_case *c, int sms, gpu_buffer int
 
 static void compare(const sms_case *c, int sms, const gpu_buffer all[OUTPUTS], const gpu_buffer got[OUTPUTS])
 {
-    static const char *const names[OUTPUTS] = {"O", "dX", "dW1", "dW2", "dWr", "dlogits"};
+    static const char *const names[OUTPUTS] = {"O",       "dX",  "dW1", "dW2", "dWr",
+                                               "dlogits", "dA1", "dB1", "dA2", "dB2"};
     for (int i = 0; i < OUTPUTS; i++) {
         void *a = gpu_read(all[i].memory, all[i].bytes), *b = gpu_read(got[i].memory, got[i].bytes);
         check(!memcmp(a, b, all[i].bytes), c->name, sms, names[i]);
@@ -158,13 +174,14 @@ static void compare(const sms_case *c, int sms, const gpu_buffer all[OUTPUTS], c
 int main(void)
 {
     static const sms_case cases[] = {
-        {"cooperative", 700, 72, 40, 5, 2, SMOE_COMPUTE_STORAGE},
-        {"ping-pong, stationary", 300, 200, 200, 4, 2, SMOE_COMPUTE_STORAGE},
-        {"stationary", 600, 256, 64, 3, 2, SMOE_COMPUTE_STORAGE},
-        {"split experts", 2600, 64, 64, 2, 1, SMOE_COMPUTE_STORAGE},
-        {"few rows", 6, 136, 72, 8, 3, SMOE_COMPUTE_STORAGE},
-        {"fp8", 300, 144, 80, 3, 2, SMOE_COMPUTE_F8},
-        {"fp8, dw in bf16", 150, 80, 48, 2, 2, SMOE_COMPUTE_F8_DGRAD},
+        {"cooperative", 700, 72, 40, 5, 2, SMOE_COMPUTE_STORAGE, 0},
+        {"ping-pong, stationary", 300, 200, 200, 4, 2, SMOE_COMPUTE_STORAGE, 0},
+        {"stationary", 600, 256, 64, 3, 2, SMOE_COMPUTE_STORAGE, 0},
+        {"split experts", 2600, 64, 64, 2, 1, SMOE_COMPUTE_STORAGE, 0},
+        {"LoRA", 2600, 64, 64, 2, 1, SMOE_COMPUTE_STORAGE, 8},
+        {"few rows", 6, 136, 72, 8, 3, SMOE_COMPUTE_STORAGE, 0},
+        {"fp8", 300, 144, 80, 3, 2, SMOE_COMPUTE_F8, 0},
+        {"fp8, dw in bf16", 150, 80, 48, 2, 2, SMOE_COMPUTE_F8_DGRAD, 0},
     };
     smoe_destroy(open_cuda());
     int sms = 0;

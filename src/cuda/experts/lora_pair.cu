@@ -257,7 +257,8 @@ template <typename T, typename G> struct pair_worker {
         for (int t = 0; t < TILES; t++)
 #pragma unroll
             for (int i = 0; i < 4; i++) sums[t][i] = 0;
-        read_factor(expert, partials_of(step) + warp * PARTIAL_BYTES); // give_low has read them
+        // give_low has read the partials. Without low there may be no factor.
+        if (p.low) read_factor(expert, partials_of(step) + warp * PARTIAL_BYTES);
     }
     MOE_DEVICE void run()
     {
@@ -326,15 +327,16 @@ __global__ void __launch_bounds__(MOST_WARPS * 32)
     if (first < end || !p.accumulate) give.give_tile(expert, tile, sums);
 }
 
-int ctas_of(const moe_device *device, int sms, int warps)
+// The sums are cut by the device's SMs, not by those of the launch: their bits must not depend on these.
+int ctas_of(const moe_device *device, int warps)
 {
     const int fit = device->shared_bytes / (shared_bytes_of(warps) + 1024);
-    return sms * (fit < 1 ? 1 : fit > MOST_WARPS / warps ? MOST_WARPS / warps : fit);
+    return device->sms * (fit < 1 ? 1 : fit > MOST_WARPS / warps ? MOST_WARPS / warps : fit);
 }
 
 template <typename T, typename G> cudaError_t launch_pair(const moe_launch *on, const moe_cuda_low_pair &p)
 {
-    const int warps = warps_of(p.width), ctas = ctas_of(on->device, on->sms, warps);
+    const int warps = warps_of(p.width), ctas = ctas_of(on->device, warps);
     cudaError_t status = enqueue(low_pair<T, G>, ctas, 32 * warps, shared_bytes_of(warps), on->stream, p);
     if (status != cudaSuccess || !p.gradient) return status;
     return enqueue(add_parts<T, G>, dim3((unsigned)p.experts, TILES), 32 * warps, 0, on->stream, p, ctas);
@@ -348,7 +350,7 @@ extern "C" uint64_t moe_cuda_low_pair_bytes(const moe_device *device, int64_t bl
     using namespace moe;
     const int warps = warps_of(width);
     if (!rank || rank > RANK || warps > MOST_WARPS || shared_bytes_of(warps) > device->shared_bytes) return 0;
-    const int64_t ctas = ctas_of(device, device->sms, warps);
+    const int64_t ctas = ctas_of(device, warps);
     return (uint64_t)(ctas < blocks ? ctas : blocks) * 2 * TILES * 32 * (uint64_t)warps * sizeof(float4);
 }
 

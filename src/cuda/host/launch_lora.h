@@ -43,7 +43,7 @@ typedef struct moe_cuda_low_sums {
 typedef struct moe_cuda_low_pair {
     const void *rows; /* as in moe_cuda_project */
     const int32_t *row_token;
-    const void *factor;      /* (experts, width, rank) */
+    const void *factor;      /* (experts, width, rank); not read if low is NULL */
     void *low;               /* (padded_rows, rank) = rows[r] factor[e], written */
     const void *other;       /* (padded_rows, rank) */
     const float *row_weight; /* (padded_rows), or NULL: all are 1 */
