@@ -327,7 +327,8 @@ class _Kept:
     def get(self, w1: Tensor, w2: Tensor, **of_weights) -> Tensor:
         weights = w1, w2
         places = [(w._version, w.data_ptr(), w.untyped_storage()._cdata) for w in weights]
-        key = self.steps, places, of_weights
+        stream = torch.cuda.current_stream(w1.device) if w1.is_cuda else None  # another one would not wait for the bytes
+        key = self.steps, places, stream, of_weights
         if key != self.key or any(old() is not new for old, new in zip(self.weights, weights)):
             self.key = self.made = None  # frees the old bytes, unless a backward waits for them
             with torch.inference_mode(False):  # a backward may read it later
