@@ -364,6 +364,8 @@ static void differences_are_named(void **state)
              50);
     expect_difference(state, "-o a --lr 0.001 text.txt", "-o a --lr 0.002 text.txt",
                       "rank 1: has --lr 0.002, but rank 0 has --lr 0.001");
+    expect_difference(state, "-o a text.txt", "-o a --compute f8 text.txt",
+                      "rank 1: has --compute f8, but rank 0 has --compute bf16");
     expect_difference(state, "-o b text.txt", "-o b other.txt", "rank 1: has a text of 50 tokens");
     expect_difference(state, "-o c text.txt", "-o c --hidden 32 text.txt", "rank 1: has --hidden 32");
     expect_difference(state, "-o d text.txt", "-o nowhere/d text.txt",

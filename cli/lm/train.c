@@ -129,13 +129,6 @@ static const char *rule_name(double rule)
                                                                     : "?";
 }
 
-static const char *compute_name(double compute)
-{
-    for (int i = 0; i < COMPUTE_NAMES; i++)
-        if (compute == (double)model_computes[i]) return model_compute_names[i];
-    return "?";
-}
-
 /* Prints the options with which a resumed run differs from what it was. routed: the model has a layer with
  * experts; without one the options of the router are without effect. */
 static void show_changes(const train_recipe *before, const train_recipe *now, bool routed)
@@ -154,8 +147,8 @@ static void show_changes(const train_recipe *before, const train_recipe *now, bo
         show_change("last-evaluation-tokens", before->last_evaluation_tokens, now->last_evaluation_tokens);
     if (!routed) return;
     if (!isnan(before->compute) && before->compute != now->compute)
-        fprintf(stderr, "--compute is %s from here on, it was %s\n", compute_name(now->compute),
-                compute_name(before->compute));
+        fprintf(stderr, "--compute is %s from here on, it was %s\n", model_compute_name(now->compute),
+                model_compute_name(before->compute));
     show_change("balance", before->balance, now->balance);
     show_change("z-loss", before->z_loss, now->z_loss);
     show_change("bias-rate", before->bias_rate, now->bias_rate);

@@ -542,11 +542,11 @@ void train_options_summary(const train_options *options, char *text, size_t size
         snprintf(text + at, size - at,
                  "--score %s\n--renormalize %d\n--tied %d\n--rounding %s\n--precision %s\n"
                  "--gradients %s\n--fastest %d\n"
-                 "--recompute %s\n--compute %d\n--device %s\n--resume %d",
+                 "--recompute %s\n--compute %s\n--device %s\n--resume %d",
                  model_score_names[s->config.score], s->config.norm_topk_prob, s->config.tied,
                  rounding_name(s->routing.rounding), s->device.bf16 ? "bf16" : "f32",
                  gradients[s->device.gradients], s->device.fastest, model_recompute_names[s->recompute],
-                 (int)s->compute, s->device.name, s->resume);
+                 model_compute_name(s->compute), s->device.name, s->resume);
 }
 
 bool train_options_adopt_sizes(train_options *options, const model_config *run, error *err)

@@ -22,6 +22,7 @@ extern const char *const model_recompute_names[RECOMPUTE_NAMES];
 enum { COMPUTE_NAMES = 3 };
 extern const char *const model_compute_names[COMPUTE_NAMES];
 extern const smoe_compute model_computes[COMPUTE_NAMES];
+const char *model_compute_name(double compute); // "?" if it is none of them
 
 typedef struct model_options {
     int64_t sequences; // most sequences of a pass, each of up to config.context tokens

@@ -15,6 +15,13 @@ const char *const model_compute_names[COMPUTE_NAMES] = {"bf16", "f8", "f8-dgrad"
 const smoe_compute model_computes[COMPUTE_NAMES] = {SMOE_COMPUTE_STORAGE, SMOE_COMPUTE_F8,
                                                     SMOE_COMPUTE_F8_DGRAD};
 
+const char *model_compute_name(double compute)
+{
+    for (int i = 0; i < COMPUTE_NAMES; i++)
+        if (compute == (double)model_computes[i]) return model_compute_names[i];
+    return "?";
+}
+
 enum { ATTENTION, EXPERTS, DENSE, KINDS };
 
 static const block_kind *const kinds[KINDS] = {
