@@ -29,8 +29,9 @@ def _newest_enough(records):
     by_commit = grouped(sorted(records, key=lambda record: record["date"]), lambda record: record["commit"])
     layers = {commit: len({record["shape"] for record in some}) for commit, some in by_commit.items()}
     enough = [commit for commit, count in layers.items() if count >= ENOUGH * max(layers.values())]
+    commits = list(by_commit)
     found = []
-    for commit in list(by_commit)[list(by_commit).index(enough[-1])::-1] if enough else []:
+    for commit in reversed(commits[: commits.index(enough[-1]) + 1] if enough else []):
         have = {record["shape"] for record in found}
         found += [record for record in by_commit[commit] if record["shape"] not in have]
     return found

@@ -8,8 +8,8 @@
 // Shapes: M (T, width) gathered by token, or (padded rows, width); S and G (E, width, rank); P and low
 // (padded rows, rank); rank <= 16, width <= 2048. FLOPs 4 R width 16.
 //
-// Bytes, of 16-bit elements: 2 R width of M, so the kernel is bound by memory; 4 R rank of P and low; and 8 G
-// width 16 of sums in f32, written and read, for G CTAs.
+// Bytes, of 16-bit elements: 2 R width of M, so the kernel is bound by memory; 4 R rank of P and low. Each
+// CTA also leaves at most two experts' sums in f32, 64 width bytes each, which are written and read once.
 //
 // The CTAs cut all blocks into equal shares, whatever the counts of the experts. A CTA walks over its rows,
 // 16 at a time, with all of M's columns: a warp has 128 of them, with S's values for them and their sums in
